@@ -1,0 +1,110 @@
+"""Responses from prompts: prefill once, decode G samples of each prompt together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import keys
+from jaxrl_llm.models.policy import Params, Part, Policy
+from jaxrl_llm.rollout.distribution import Sampling, draw
+from jaxrl_llm.types import Prompts, Rollout
+
+
+class _Decoding(NamedTuple):
+    """What the decode loop carries."""
+
+    t: jax.Array  # [] int32, tokens drawn so far
+    done: jax.Array  # [B, G] bool
+    rollout: Rollout
+    cache_keys: jax.Array  # [L, B, G, S, K, Dh], the responses' own keys; S = max(T - 1, 1)
+    cache_values: jax.Array
+
+
+def prefill(policy: Policy, params: Params, prompts: Prompts) -> tuple[Part, jax.Array]:
+    """Runs the prompts once.
+
+    Returns:
+      the prompts' keys and values as a part that all samples of a prompt share, and the hidden state
+      `[B, 1, D]` of the last prompt token, from which the first response token is drawn.
+    """
+    mask = prompts.mask[:, None]
+    positions = jnp.broadcast_to(jnp.arange(mask.shape[-1]), mask.shape)
+    out = policy.apply(params, prompts.tokens[:, None], positions, mask=mask)
+    last = jnp.take_along_axis(out.hidden[:, 0], (prompts.lengths - 1)[:, None, None], axis=1)
+    return Part(out.keys, out.values, mask), last
+
+
+def generate(
+    policy: Policy,
+    params: Params,
+    prompts: Prompts,
+    key: jax.Array,
+    how: Sampling,
+    *,
+    group_size: int,
+    max_new_tokens: int,
+) -> Rollout:
+    """Samples `group_size` responses to each prompt.
+
+    The prompt's keys and values are kept once for all its samples. Token t of a sample comes from one uniform
+    number whose key is `fold_in(sample key, t)`: it does not depend on the batch around the sample. Decoding
+    ends when every sample has drawn a stop id.
+
+    Args:
+      policy: the model's functions.
+      params: its parameters.
+      prompts: B prompts, padded on the right.
+      key: the step's key; `keys.sample_keys` makes one of it for each sample.
+      how: temperature, top_k, top_p and stop ids, all traced.
+      group_size: G, static.
+      max_new_tokens: T, static.
+    """
+    shared, last = prefill(policy, params, prompts)
+    sample_keys = keys.sample_keys(key, prompts.uid, group_size)
+    shape = (prompts.tokens.shape[0], group_size)
+    span = max(max_new_tokens - 1, 1)  # the last token is never fed
+
+    def append(state: _Decoding, hidden: jax.Array) -> _Decoding:
+        """Draws token t of every sample that is not done."""
+        logits = jnp.broadcast_to(policy.head(params, hidden), (*shape, policy.vocab_size))
+        token_keys = jax.vmap(jax.vmap(lambda k: jax.random.fold_in(k, state.t)))(sample_keys)
+        uniform = jax.vmap(jax.vmap(lambda k: jax.random.uniform(k, dtype=logits.dtype)))(token_keys)
+        token, logp = draw(logits, uniform, how)
+        old, live = state.rollout, ~state.done
+        rollout = Rollout(
+            tokens=old.tokens.at[..., state.t].set(jnp.where(live, token, 0)),
+            lengths=old.lengths + live,
+            truncated=old.truncated,
+            behavior_logp=old.behavior_logp.at[..., state.t].set(jnp.where(live, logp, 0)),
+        )
+        done = state.done | jnp.any(token[..., None] == how.stop_ids, axis=-1)
+        return state._replace(t=state.t + 1, done=done, rollout=rollout)
+
+    def decode(state: _Decoding) -> _Decoding:
+        """Feeds token t - 1 and draws token t."""
+        fed = state.t - 1
+        token = jax.lax.dynamic_index_in_dim(state.rollout.tokens, fed, axis=-1)
+        positions = jnp.broadcast_to((prompts.lengths + fed)[:, None, None], token.shape)
+        seen = jnp.broadcast_to(jnp.arange(span) < fed, (*shape, span))
+        own = Part(state.cache_keys, state.cache_values, seen)
+        out = policy.apply(params, token, positions, past=(shared, own))
+        write = lambda cache, new: jax.lax.dynamic_update_slice_in_dim(cache, new, fed, axis=3)
+        state = state._replace(
+            cache_keys=write(state.cache_keys, out.keys), cache_values=write(state.cache_values, out.values)
+        )
+        return append(state, out.hidden[:, :, 0])
+
+    layers, _, _, _, heads, size = shared.keys.shape
+    cache = jnp.zeros((layers, *shape, span, heads, size), shared.keys.dtype)
+    empty = Rollout(
+        tokens=jnp.zeros((*shape, max_new_tokens), jnp.int32),
+        lengths=jnp.zeros(shape, jnp.int32),
+        truncated=jnp.zeros(shape, bool),
+        behavior_logp=jnp.zeros((*shape, max_new_tokens), last.dtype),
+    )
+    state = append(_Decoding(jnp.int32(0), jnp.zeros(shape, bool), empty, cache, cache), last)
+    state = jax.lax.while_loop(lambda s: (s.t < max_new_tokens) & ~jnp.all(s.done), decode, state)
+    return state.rollout.replace(truncated=~state.done)

@@ -1,0 +1,161 @@
+"""The training loop. The only file that jits."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm import config as cfg
+from jaxrl_llm import evaluate, keys, sharding, step
+from jaxrl_llm.checkpoints import Checkpoints, digest, fingerprint
+from jaxrl_llm.keys import Stream
+from jaxrl_llm.metrics import MetricsWriter, Progress, finalize, log_versions, merge
+from jaxrl_llm.rollout import sampler
+from jaxrl_llm.rollout.groups import Collected, collect
+from jaxrl_llm.run import Run, StopSignal, checkpoint_folder, open_run, start_or_resume
+from jaxrl_llm.step import TrainState
+
+
+class Programs(NamedTuple):
+    """The compiled functions of a run; each compiles once for each bucket of prompt lengths."""
+
+    init: Callable
+    generate: Callable
+    prepare: Callable
+    update: Callable
+    digest: Callable
+
+
+def compile_programs(run: Run) -> Programs:
+    batch, micro = sharding.batch_sharding(run.mesh), run.config.optimizer.microbatch
+    method = (run.policy, run.config.objective, run.need)
+    update = functools.partial(step.train_step, *method, run.tx, microbatch=micro, batch_sharding=batch)
+    return Programs(
+        # A copy: updates donate their state, and `run.params` stay as the reference.
+        init=jax.jit(
+            lambda params: step.init_state(jax.tree.map(jnp.copy, params), run.tx),
+            out_shardings=run.state_shardings,
+        ),
+        generate=jax.jit(
+            functools.partial(sampler.generate, run.policy),
+            static_argnames=("group_size", "max_new_tokens"),
+            out_shardings=batch,
+        ),
+        prepare=jax.jit(functools.partial(step.prepare, *method, microbatch=micro)),
+        update=jax.jit(
+            update,
+            donate_argnames="state",
+            out_shardings=(run.state_shardings, sharding.replicated(run.mesh)),
+        ),
+        digest=jax.jit(digest),
+    )
+
+
+def train(config: cfg.Config, run_dir: str | Path) -> dict[str, Any]:
+    """Trains from the start, or goes on with the run in `run_dir`.
+
+    Returns:
+      the metrics of the last step; empty if no step was left to do.
+    """
+    with open_run(config) as run, StopSignal() as stop:
+        programs = compile_programs(run)
+        checkpoints = Checkpoints(checkpoint_folder(run_dir), config.checkpoint, digest_fn=programs.digest)
+        state, start = start_or_resume(run, checkpoints, programs.init)
+        log_versions(run_dir, config)
+        metrics: dict[str, Any] = {}
+        with checkpoints, MetricsWriter(run_dir, start=start) as writer, Progress(config, start) as progress:
+            if start == 0:
+                writer.write(0, evaluated(run, programs, state) | stamp(programs, state))
+            for number in range(start, config.steps):
+                began = time.perf_counter()
+                collected = roll_out(run, programs, state, number)
+                state, metrics = learn(run, programs, state, number, collected)
+                metrics["seconds/step"] = time.perf_counter() - began
+                done, last = number + 1, number + 1 == config.steps
+                saves = last or done % config.checkpoint.every == 0 or stop.received is not None
+                if last or (config.evaluation.every and done % config.evaluation.every == 0):
+                    metrics |= evaluated(run, programs, state)
+                if saves:
+                    metrics |= stamp(programs, state)
+                writer.write(done, metrics, collected.samples)
+                progress.update(done, metrics)
+                if saves:
+                    meta = {"config": cfg.to_json(config), "stream": run.stream.state()}
+                    checkpoints.save(done, state, meta, metrics)
+                if stop.received is not None:
+                    break
+        return metrics
+
+
+def roll_out(run: Run, programs: Programs, state: TrainState, number: int) -> Collected:
+    """Rolls out and scores the batch of step `number`."""
+    config, place = run.config, functools.partial(jax.device_put, device=sharding.batch_sharding(run.mesh))
+    key = keys.key(config.seed, Stream.ROLLOUT, number)
+
+    def generate(prompts):
+        return programs.generate(
+            state.params,
+            place(prompts),
+            key,
+            run.how,
+            group_size=config.rollout.group_size,
+            max_new_tokens=config.rollout.max_new_tokens,
+        )
+
+    return collect(generate, run.stream, run.scorer, run.tokenizer, config)
+
+
+def learn(
+    run: Run, programs: Programs, state: TrainState, number: int, collected: Collected
+) -> tuple[TrainState, dict[str, Any]]:
+    """Makes the updates of step `number`; returns the new state and the step's metrics."""
+    began, objective = time.perf_counter(), run.config.objective
+    batch = jax.device_put(collected.batch, sharding.batch_sharding(run.mesh))
+    scalars = {"step": np.int32(number), "total_steps": np.int32(run.config.steps)}
+    ref_params = run.params if run.need.reference else None
+    rows, measured = programs.prepare(state.params, ref_params, batch, run.how, scalars)
+    measured = [collected.metrics, measured]
+    key = keys.key(run.config.seed, Stream.SHUFFLE, number)
+    for inner in range(objective.passes * objective.minibatches):
+        state, numbers = programs.update(state, rows, run.how, step.Update(key, np.int32(inner)))
+        measured.append(numbers)
+    metrics = finalize(merge(jax.device_get(measured)))
+    seconds = collected.seconds | {"update": time.perf_counter() - began}
+    metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
+    metrics["tokens_per_second"] = collected.tokens / seconds["rollout"]
+    updates = int(state.updates)
+    return state, metrics | {
+        "updates": updates,
+        "skipped": int(state.skipped),
+        "learning_rate": float(run.learning_rate(updates)),
+    }
+
+
+def evaluated(run: Run, programs: Programs, state: TrainState) -> dict[str, float]:
+    """Evaluates on the held-out prompts, if there are any."""
+    if not run.evaluation:
+        return {}
+    key = keys.key(run.config.seed, Stream.EVALUATE)
+    place = functools.partial(jax.device_put, device=sharding.batch_sharding(run.mesh))
+    length = run.config.evaluation.max_new_tokens or run.config.rollout.max_new_tokens
+
+    def respond(prompts, how, group_size):
+        return programs.generate(
+            state.params, place(prompts), key, how, group_size=group_size, max_new_tokens=length
+        )
+
+    return evaluate.evaluate(
+        respond, run.evaluation, run.scorer, run.tokenizer, run.config, stop_ids=run.stop_ids
+    )
+
+
+def stamp(programs: Programs, state: TrainState) -> dict[str, str]:
+    """Returns the hash of the parameters, by which two runs can be compared."""
+    return {"params_digest": fingerprint(state.params, programs.digest(state.params))}
