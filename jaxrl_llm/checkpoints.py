@@ -104,6 +104,8 @@ class Checkpoints:
                 preservation_policy=policies.AnyPreservationPolicy(keep),
                 cleanup_tmp_directories=not read_only,
                 read_only=read_only,
+                create=not read_only,
+                save_interval_steps=0 if read_only else 1,
             ),
             item_names=("state", "meta"),
         )

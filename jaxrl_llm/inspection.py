@@ -66,9 +66,7 @@ def sample(
 ) -> list[str]:
     """Returns n responses to a prompt, which is rendered as in training."""
     with opened(config, run_dir, step) as (run, programs, state, _):
-        one = PromptStream(
-            [Example(prompt, "")], run.tokenizer, dataclasses.replace(config.data, prompts_per_step=1), 0
-        )
+        one = PromptStream([Example(prompt, "")], run.tokenizer, config.data, seed=0)
         rollout = programs.generate(
             state.params,
             one.draw(1).prompts,

@@ -27,23 +27,9 @@ run() {
   $dry_run || "$@"
 }
 
-find_python() {
-  local name
-  for name in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
-    if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-      echo "$name"
-      return
-    fi
-  done
-  echo "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python bash launch/local.sh" >&2
-  return 1
-}
-
 # The console script appears last, so an installation that was interrupted is taken up again.
 if [[ ! -x "$root/.venv/bin/jaxrl-llm" ]]; then
-  python="$(find_python)"
-  run "$python" -m venv "$root/.venv"
-  run "$root/.venv/bin/pip" install --quiet -c "$root/.ci/constraints.txt" -e "$root${EXTRAS:+[$EXTRAS]}"
+  run bash "$root/launch/setup.sh" "${EXTRAS:-}"
 fi
 show "$root/.venv/bin/jaxrl-llm" train "$@"
 $dry_run || exec "$root/.venv/bin/jaxrl-llm" train "$@" # exec: Ctrl-C and SIGTERM reach the run itself

@@ -402,7 +402,7 @@ def test_check_counts_devices():
         ("data.prompt_lengths=()", "wants rising positive lengths"),
         ("scoring.timeout=0", "scoring.timeout is 0.0 seconds, but must be above 0"),
         ("scoring.timeout=nan", "scoring.timeout wants a number"),
-        ("scoring.workers=0", "scoring.workers is 0"),
+        ("scoring.workers=-1", "scoring.workers is -1"),
         ("scoring.rewards.0.weight=1e999", "scoring.rewards.0.weight is inf, but must be finite"),
         ("scoring.verdict=exat", "which is no reward; did you mean 'exact'"),
         ("objective.regularize.0.0=1e999", "objective.regularize.0.0 (kl_k3) is inf, but must be finite"),

@@ -10,7 +10,7 @@ from jaxrl_llm.masked import masked_center, masked_std
 from jaxrl_llm.signature import scope
 
 
-@scope("group")
+@scope("group", min_group=2)
 def group_zscore(rewards: jax.Array, *, eps: float = 1e-6, ddof: int = 0) -> jax.Array:
     """Rewards standardised within the group.
 
@@ -32,7 +32,7 @@ def group_zscore(rewards: jax.Array, *, eps: float = 1e-6, ddof: int = 0) -> jax
     return deviation / jnp.where(std > 0, std + eps, 1)
 
 
-@scope("group")
+@scope("group", min_group=2)
 def group_mean_centered(rewards: jax.Array) -> jax.Array:
     """Rewards minus the mean of their group, with no division by the spread.
 
@@ -50,7 +50,7 @@ def group_mean_centered(rewards: jax.Array) -> jax.Array:
     return masked_center(rewards)
 
 
-@scope("group")
+@scope("group", min_group=2)
 def leave_one_out(rewards: jax.Array) -> jax.Array:
     """Rewards minus the mean reward of the other responses.
 

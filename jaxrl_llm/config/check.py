@@ -64,7 +64,7 @@ def _at_least(config: Config) -> Iterator[tuple[str, float, float, str]]:
     yield "rollout.top_k", c.rollout.top_k, 0, "0 keeps every token"
     yield "rollout.prompts_per_round", c.rollout.prompts_per_round, 0, "0 draws data.prompts_per_step"
     yield "rollout.max_rounds", c.rollout.max_rounds, 1, "1 samples once"
-    yield "scoring.workers", c.scoring.workers, 1, "rewards run in processes of their own"
+    yield "scoring.workers", c.scoring.workers, 0, "0 computes rewards in the trainer, with no time limit"
     yield "objective.minibatches", c.objective.minibatches, 1, "1 makes one update a pass"
     yield "objective.passes", c.objective.passes, 1, "1 uses each rollout once"
     yield "optimizer.learning_rate", c.optimizer.learning_rate, 0, "0 trains nothing"

@@ -90,7 +90,7 @@ class Scoring(Replaceable):
     rewards: tuple[Reward, ...] = ()
     verdict: str | None = None  # name of the reward whose value 1 means correct; None: the first
     verdict: str | None = None  # the reward whose value of 1 means a correct answer; None: the first
-    workers: int = 2  # processes
+    workers: int = 2  # processes; 0: in the trainer itself, with no time limit (for debugging)
     timeout: float = 10.0  # seconds for one call, then the worker is killed and the sample is unscored
     # "unscored": the sample has no loss and is counted; "raise": training ends
     on_error: Literal["unscored", "raise"] = "unscored"

@@ -18,6 +18,7 @@ FACTS = {
     "zero_at_zero_advantage": "advantages of 0 give loss 0 and gradient 0, whatever the policy does",
     "linear": "linear in token_loss",
     "counts_empty": "responses without tokens count in the denominator of the aggregation",
+    "min_group": "fewer responses than this in a group give no signal",
     "ordered": "the order of the responses in a group, or of the prompts, matters",
 }
 

@@ -203,7 +203,7 @@ class Scorer:
 
 def _causes(name: str, outcomes: Sequence[Outcome], examples: Sequence[Example]) -> Iterator[str]:
     """One line for each kind of failure, with its first example."""
-    for kind in ("none", "not_finite", "raised", "timed_out", "crashed"):
+    for kind in ("not_finite", "raised", "timed_out", "crashed"):
         failed = [(e.id, o.cause) for e, o in zip(examples, outcomes) if o.kind == kind]
         if failed:
             first, cause = failed[0]

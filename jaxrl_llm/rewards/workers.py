@@ -56,6 +56,7 @@ class Workers:
             self._context.set_forkserver_preload(["jaxrl_llm.rewards", *sorted(modules)])
         self._lock = threading.Lock()
         self._deaths = self._restarts = 0
+        self._closed = False
         self._pool = self._new_pool()
 
     def send(
@@ -114,6 +115,7 @@ class Workers:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             _stop(self._pool)
 
     def _new_pool(self) -> pebble.ProcessPool:
@@ -127,6 +129,8 @@ class Workers:
     def _replace(self, broken: pebble.ProcessPool, cause: BaseException) -> None:
         """Starts a new pool, once for all threads that saw `broken` break."""
         with self._lock:
+            if self._closed:
+                raise RewardError("the scorer was closed: make a new one to score again")
             if self._pool is not broken:
                 return
             self._restarts += 1

@@ -1,3 +1,3 @@
-"""How responses are generated: `distribution`, `sampler` and `groups`. The menu holds strategies of methods."""
+"""How responses are generated: `distribution`, `sampler`, `groups`. The menu holds strategies of methods."""
 
 __all__: list[str] = []

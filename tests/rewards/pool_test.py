@@ -120,6 +120,14 @@ def test_score_counts_wrong_and_unparsed_answers_apart():
     assert scores.counts["wrong"] == 1 and scores.counts["unparsed"] == 2
 
 
+def test_score_kills_a_verifier_that_hangs():
+    """Pitfall 17: what SymPy would compute for hours; the samples beside it keep their verdicts."""
+    scores = score(math_reward, ["2", r"\prod_{k=1}^{1000000000} k", "1", "3"])
+    assert scores.scored.tolist() == [True, False, True, True]
+    assert scores.rewards.tolist() == [0, 0, 1, 0]
+    assert scores.counts["timed_out"] == 1 and scores.counts["wrong"] == 2
+
+
 def test_score_stops_a_call_that_holds_the_interpreter():
     """Pitfall 17: a killable process with a hard limit."""
     start = time.monotonic()
@@ -263,6 +271,13 @@ def test_check_gold_sees_through_partial():
     reward = Reward(functools.partial(exact_match))
     with Scorer(Scoring(rewards=(reward,), workers=0)) as scorer, pytest.raises(RewardError, match="''"):
         scorer.check_gold([Example("?", "")])
+
+
+def test_score_after_close_says_so():
+    scorer = Scorer(Scoring(rewards=(Reward(scripted),), workers=1))
+    scorer.close()
+    with pytest.raises(RewardError, match="scorer was closed"):
+        scorer.score(["1"], EXAMPLES[:1])
 
 
 TRAINER = """

@@ -19,6 +19,7 @@ Number: TypeAlias = "Fraction | sympy.Expr"
 
 MAX_BITS = 2_000_000  # of an exact power
 MAX_FACTORIAL = 20_000
+MAX_CHOSEN = 100  # in a binomial of variables
 MAX_LENGTH = 2_000  # characters of one expression
 
 
@@ -332,6 +333,8 @@ def _factorial(a: Number) -> Number:
 
 def _binomial(n: Number, k: Number) -> Number:
     if not _both_rational(n, k):
+        if isinstance(k, Fraction) and k > MAX_CHOSEN:
+            raise TooLarge(f"binomials of variables are computed for k <= {MAX_CHOSEN}")
         return _apply("binomial", n, k)
     if n.denominator != 1 or k.denominator != 1 or not 0 <= k <= n <= MAX_FACTORIAL:
         raise TooLarge(f"binomials are computed for 0 <= k <= n <= {MAX_FACTORIAL}")

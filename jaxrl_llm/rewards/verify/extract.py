@@ -24,12 +24,12 @@ def final_answer(text: str) -> str | None:
     overrules an earlier one only with a number ("The answer is in the box." doesn't). A last box that is
     empty or never closed is no answer. With no statement at all, the text itself is the answer.
     """
-    marked = [(m.start(), m.start(1), m.group(1)) for p in (_HASHES, _TAGGED) for m in p.finditer(text)]
-    marked += [(m.start(), *_box_content(text, m.end())) for m in _BOX.finditer(text)]
+    marked = [(m.start(), m.start(1), m.group(1)) for p in (_HASHES, _TAGGED) for m in _last(p, text)]
+    marked += [(m.start(), *_box_content(text, m.end())) for m in _last(_BOX, text)]
     _, end, content = max(marked, default=(0, 0, None), key=lambda mark: mark[0])
-    phrases = list(_PHRASE.finditer(text, end))
+    phrases = list(_PHRASE.finditer(text, end))[-1:]
     if phrases:
-        said = _sentence(text[phrases[-1].end() :])
+        said = _sentence(text[phrases[0].end() :])
         if not marked or re.match(r"[-+−$\\(\s]*\.?\d", said):
             content = said
     if not marked and not phrases:
@@ -37,6 +37,10 @@ def final_answer(text: str) -> str | None:
     if content is not None and (inner := _PHRASE.search(content)):
         content = content[inner.end() :]
     return content.strip() if content and content.strip() else None
+
+
+def _last(pattern: re.Pattern, text: str) -> list[re.Match]:
+    return list(pattern.finditer(text))[-1:]
 
 
 def _box_content(text: str, start: int) -> tuple[int, str | None]:
