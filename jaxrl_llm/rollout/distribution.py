@@ -70,31 +70,50 @@ def filtered_logits(logits: jax.Array, how: Sampling, taken: jax.Array | None = 
     temperature = jnp.where(how.temperature > 0, how.temperature, 1).astype(logits.dtype)
 
     def filtered(logits):
-        keep = logits >= _threshold(jax.lax.stop_gradient(logits), temperature, how)
+        keep = _kept(jax.lax.stop_gradient(logits), temperature, how)
         if taken is not None:
             keep |= jnp.arange(logits.shape[-1]) == taken[..., None]
         return jnp.where(keep, logits / temperature, EXCLUDED)
 
-    # The sort costs more than the layers of a small model: it runs only when a filter is on.
-    return jax.lax.cond(
-        (how.top_k > 0) | (how.top_p < 1), filtered, lambda logits: logits / temperature, logits
-    )
+    filters = (how.top_k > 0) | (how.top_p < 1)
+    return jax.lax.cond(filters, filtered, lambda logits: logits / temperature, logits)
 
 
-def _threshold(logits: jax.Array, temperature: jax.Array, how: Sampling) -> jax.Array:
-    """Returns `[..., 1]`: the smallest logit that top-k and top-p keep.
+def _kept(logits: jax.Array, temperature: jax.Array, how: Sampling) -> jax.Array:
+    """Returns the set `[..., V]` bool that top-k and top-p keep.
 
-    A logit before the division by the temperature: the quotient may round differently where it is computed
-    again, and then the smallest kept logit would miss its own threshold.
+    No sort: the smallest kept logit is found exactly, by bisection over the bits of a float, in as many
+    passes as it has bits.
     """
-    size = logits.shape[-1]
-    ordered = -jnp.sort(-logits, axis=-1)
-    k = jnp.where(how.top_k > 0, jnp.minimum(how.top_k, size), size)
-    p = jax.nn.softmax(jnp.where(jnp.arange(size) < k, ordered / temperature, EXCLUDED), axis=-1)
-    before = jnp.cumsum(p, axis=-1) - p
-    # The slack absorbs rounding of the running sum: probabilities .5, .3, .2 at top_p .8 keep two.
-    kept = jnp.sum((before < how.top_p - 1e-6) & (jnp.arange(size) < k), axis=-1, keepdims=True)
-    return jnp.take_along_axis(ordered, jnp.maximum(kept, 1) - 1, axis=-1)
+    order = _ordered_bits(logits)
+    top = jnp.max(order, axis=-1, keepdims=True)
+
+    def largest(holds):
+        """Returns the largest threshold, up to the top, for which `holds(order >= threshold)`."""
+
+        def halve(_, ends):
+            low, high = ends
+            middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
+            right = holds(order >= middle)
+            return jnp.where(right, middle, low), jnp.where(right, high, middle - 1)
+
+        low = jnp.full_like(top, jnp.iinfo(order.dtype).min)
+        return jax.lax.fori_loop(0, jnp.iinfo(order.dtype).bits, halve, (low, top))[0]
+
+    k = jnp.where(how.top_k > 0, how.top_k, logits.shape[-1])
+    of_k = order >= largest(lambda kept: jnp.sum(kept, axis=-1, keepdims=True) >= k)
+    weights = jnp.where(of_k, jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature), 0)
+    # The slack absorbs rounding of the sums: probabilities .5, .3, .2 at top_p .8 keep two.
+    mass = (how.top_p - 1e-6) * jnp.sum(weights, axis=-1, keepdims=True)
+    of_p = order >= largest(lambda kept: jnp.sum(jnp.where(kept, weights, 0), axis=-1, keepdims=True) >= mass)
+    return of_k & (of_p | (how.top_p >= 1))
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """Returns signed integers in the same order as the floats `x`."""
+    kind = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[x.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(x, kind)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(kind).max, bits)
 
 
 def token_logp(logits: jax.Array, tokens: jax.Array, how: Sampling) -> jax.Array:

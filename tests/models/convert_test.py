@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
-from jaxrl_llm.models.convert import LoadedModel, _loaded, params_from_gguf, params_from_hf, to_hf
-from jaxrl_llm.models.decoder import DecoderConfig, Llama3Scaling, decoder
+from jaxrl_llm.models.convert import from_hf, params_from_gguf, params_from_hf, tiny_model, to_hf
+from jaxrl_llm.models.decoder import Llama3Scaling, decoder
 from jaxrl_llm.models.families import from_hf_config, tiny, to_hf_config
 
 LENGTHS = (1, 17, 257)
@@ -258,13 +259,32 @@ def test_from_gguf_refuses_another_model(tmp_path, changes, message):
         params_from_gguf(path)
 
 
-def test_loaders_refuse_a_tokenizer_larger_than_the_vocabulary():
-    class Tokenizer:
-        vocab_size = 120
+def write_tokenizer(folder, size):
+    """A `tokenizer.json` of `size` words whose end token is t2."""
+    words = {f"t{i}": i for i in range(size)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0")).save(
+        str(folder / "tokenizer.json")
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "t2"}))
 
+
+def test_from_hf_of_what_to_hf_wrote_keeps_stop_ids_and_refuses_a_larger_tokenizer(tmp_path):
     config, params = tiny_params()
+    to_hf(tmp_path, config, params)
+    write_tokenizer(tmp_path, 99)
+    loaded = from_hf(tmp_path)
+    assert loaded.tokenizer.stop_ids == {2}
+    chex.assert_trees_all_equal(loaded.params, params)
+    loaded.tokenizer.stop_ids = frozenset({2, 7})
+    to_hf(tmp_path, config, params, loaded.tokenizer)
+    assert from_hf(tmp_path).tokenizer.stop_ids == {2, 7}
+    write_tokenizer(tmp_path, 120)
     with pytest.raises(ValueError, match="tokenizer has 120 ids, the model's vocabulary only 99"):
-        _loaded(config, params, Tokenizer(), "m.gguf")
-    Tokenizer.vocab_size = 99
-    assert isinstance(_loaded(config, params, Tokenizer(), "m.gguf"), LoadedModel)
-    assert isinstance(config, DecoderConfig)
+        from_hf(tmp_path)
+
+
+def test_tiny_model_is_a_function_of_its_seed():
+    one, same, other = tiny_model(seed=1), tiny_model(seed=1), tiny_model(seed=2)
+    assert one.policy is same.policy and one.policy.vocab_size == one.tokenizer.vocab_size
+    chex.assert_trees_all_equal(one.params, same.params)
+    assert np.any(one.params["embed"]["weight"] != other.params["embed"]["weight"])
