@@ -41,7 +41,7 @@ def get_config() -> cfg.Config:
         rollout=cfg.Rollout(group_size=8, max_new_tokens=16),
         scoring=cfg.Scoring(rewards=(cfg.Reward(last_number),)),
         objective=cfg.Objective(advantage=group_zscore, loss=ppo_clip, aggregate=token_mean),
-        optimizer=cfg.Optimizer(learning_rate=1e-5, microbatch=2),
+        optimizer=cfg.Optimizer(learning_rate=2e-5, microbatch=2),
         evaluation=cfg.Evaluation(every=10, batch=64),
         checkpoint=cfg.Checkpoint(every=10),
     )

@@ -97,7 +97,8 @@ class Checkpoints:
         policies = ocp.checkpoint_managers
         keep = [policies.LatestN(options.keep_last)]
         if options.keep_best:
-            keep.append(policies.BestN(get_metric_fn=lambda m: m[BEST], n=options.keep_best))
+            ranked = dict(n=options.keep_best, keep_checkpoints_without_metrics=False)
+            keep.append(policies.BestN(get_metric_fn=lambda metrics: metrics[BEST], **ranked))
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(

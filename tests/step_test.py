@@ -70,13 +70,16 @@ def objective_of(**changes):
     return cfg.Objective(**{"advantage": group_zscore, "loss": ppo_clip, "aggregate": token_mean} | changes)
 
 
+def prepare(objective, params, ref_params, batch, scalars, *, microbatch):
+    run = functools.partial(step.prepare, POLICY, objective, needs(objective), microbatch=microbatch)
+    return jax.jit(run)(params, ref_params, batch, HOW, scalars)
+
+
 def gradient_of(objective, batch, params, *, microbatch=0, ref_params=None):
     """The engine's gradient, read from an update of plain gradient descent with rate 1."""
     need, tx = needs(objective), optax.sgd(1.0)
     scalars = {"step": np.int32(0), "total_steps": np.int32(1)}
-    rows, measured = step.prepare(
-        POLICY, objective, need, params, ref_params, batch, HOW, scalars, microbatch=microbatch
-    )
+    rows, measured = prepare(objective, params, ref_params, batch, scalars, microbatch=microbatch)
     run = jax.jit(functools.partial(step.train_step, POLICY, objective, need, tx, microbatch=microbatch))
     which = step.Update(keys.key(0, keys.Stream.SHUFFLE), np.int32(0))
     state, metrics = run(step.init_state(params, tx), rows, HOW, which)
@@ -85,7 +88,7 @@ def gradient_of(objective, batch, params, *, microbatch=0, ref_params=None):
 
 @jax.jit
 def whole_sequence(params, ids, start):
-    """Log-probabilities `[T]` and entropies from one pass over one sequence; the response begins at `start`."""
+    """Log-probabilities `[T]` and entropies from one pass over a sequence; the response begins at `start`."""
     hidden = POLICY.apply(params, ids[None, None], jnp.arange(ids.size)[None, None]).hidden[0, 0]
     hidden = jax.lax.dynamic_slice_in_dim(hidden, start - 1, T)
     logp = jax.nn.log_softmax(POLICY.head(params, hidden) / 0.8)
@@ -185,11 +188,7 @@ def test_prepare_leaves_an_unscored_sample_out_of_its_group():
     batch = batch_of(rewards=[[1, 0, 0], [1, 9, 0], [0, 1, 0], [1, 1, 0]], scored=scored)
     objective = objective_of(advantage=leave_one_out, aggregate=constant_length)
     scalars = {"step": np.int32(0), "total_steps": np.int32(1)}
-    rows, _ = jax.jit(
-        lambda batch: step.prepare(
-            POLICY, objective, needs(objective), params_of(0), None, batch, HOW, scalars, microbatch=0
-        )
-    )(batch)
+    rows, _ = prepare(objective, params_of(0), None, batch, scalars, microbatch=0)
     np.testing.assert_allclose(rows.arrays["advantages"][1], [1, 0, -1])  # leave-one-out of [1, 0]
     np.testing.assert_allclose(rows.arrays["advantages"][0], [1, -0.5, -0.5])
     assert not np.asarray(rows.arrays["mask"][1, 1]).any()
@@ -227,7 +226,7 @@ def test_prepare_runs_the_stages_of_reinforce_plus_plus():
     need = needs(objective)
     assert need.reference and need.forward
     scalars = {"step": np.int32(0), "total_steps": np.int32(1)}
-    rows, _ = step.prepare(POLICY, objective, need, params, ref_params, batch, HOW, scalars, microbatch=2)
+    rows, _ = prepare(objective, params, ref_params, batch, scalars, microbatch=2)
     returns, mask = np.zeros((B, G, T)), np.asarray(batch.rollout.mask)
     for i in range(B):
         for g in range(G):
@@ -244,9 +243,7 @@ def test_prepare_applies_select_stages_to_weights_and_mask():
     params, batch = params_of(0), batch_of(3)
     objective = objective_of(select=(truncated_is_weights, cfg.Stage(overlong_filter, "mask")))
     scalars = {"step": np.int32(0), "total_steps": np.int32(1)}
-    rows, _ = step.prepare(
-        POLICY, objective, needs(objective), params, None, batch, HOW, scalars, microbatch=0
-    )
+    rows, _ = prepare(objective, params, None, batch, scalars, microbatch=0)
     mask, kept = np.asarray(batch.rollout.mask), ~np.asarray(batch.rollout.truncated)
     np.testing.assert_array_equal(rows.arrays["mask"], mask & kept[..., None])
     for i in range(B):
@@ -288,7 +285,7 @@ def test_train_step_skips_and_counts_a_step_that_is_not_finite():
         batch = batch_of(number)
         if number == 1:
             batch = batch.replace(rewards=np.where(np.arange(G) == 0, np.nan, batch.rewards))
-        rows, _ = step.prepare(POLICY, objective, need, params, None, batch, HOW, scalars, microbatch=2)
+        rows, _ = prepare(objective, params, None, batch, scalars, microbatch=2)
         states.append(run(states[-1], rows, HOW, which)[0])
     assert [int(s.skipped) for s in states] == [0, 0, 1, 1]
     assert [int(s.updates) for s in states] == [0, 1, 1, 2]
@@ -312,9 +309,7 @@ def test_train_step_counts_updates_over_minibatches_and_passes():
     ratios = []
     for number in range(4):
         scalars = {"step": np.int32(number), "total_steps": np.int32(4)}
-        rows, _ = step.prepare(
-            POLICY, objective, need, state.params, None, batch_of(number), HOW, scalars, microbatch=1
-        )
+        rows, _ = prepare(objective, state.params, None, batch_of(number), scalars, microbatch=1)
         for inner in range(4):
             which = step.Update(keys.key(0, keys.Stream.SHUFFLE, number), np.int32(inner))
             if int(state.updates) == 8:

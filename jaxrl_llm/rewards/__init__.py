@@ -1,12 +1,9 @@
 """Rewards: numbers for responses.
 
-A reward is `f(completion, example) -> float | None`; None means "no score". The `Scorer` runs a config's
+A reward is `f(completion, example) -> float | None`; None means "no score". `pool.Scorer` runs a config's
 rewards in processes with a hard limit. Functions of arrays that change rewards are in `shape`.
 """
 
-from jaxrl_llm.rewards.declare import Judged, batched, declares
-from jaxrl_llm.rewards.pool import Scorer, Scores
-from jaxrl_llm.rewards.scoring import RewardError
 from jaxrl_llm.rewards.shape import kl_shaped_token_rewards, soft_overlong_penalty
 from jaxrl_llm.rewards.text import (
     exact_match,
@@ -16,22 +13,12 @@ from jaxrl_llm.rewards.text import (
     reasoning_gym_reward,
     regex_match,
 )
-from jaxrl_llm.rewards.verify import Verdict, judge, math_equal
 
 __all__ = [
-    "Judged",
-    "RewardError",
-    "Scorer",
-    "Scores",
-    "Verdict",
-    "batched",
-    "declares",
     "exact_match",
     "format_reward",
-    "judge",
     "kl_shaped_token_rewards",
     "last_number",
-    "math_equal",
     "math_reward",
     "reasoning_gym_reward",
     "regex_match",

@@ -13,7 +13,10 @@ import psutil
 import pytest
 
 from jaxrl_llm.config import Reward, Scoring
-from jaxrl_llm.rewards import RewardError, Scorer, batched, exact_match, last_number, math_reward
+from jaxrl_llm.rewards import exact_match, last_number, math_reward
+from jaxrl_llm.rewards.declare import batched
+from jaxrl_llm.rewards.pool import Scorer
+from jaxrl_llm.rewards.scoring import RewardError
 from jaxrl_llm.types import Example
 
 EXAMPLES = [Example(prompt="?", answer=str(i), id=100 + i) for i in range(5)]
@@ -283,7 +286,8 @@ def test_score_after_close_says_so():
 TRAINER = """
     import sys, time
     from jaxrl_llm.config import Reward, Scoring
-    from jaxrl_llm.rewards import Scorer, last_number
+    from jaxrl_llm.rewards import last_number
+    from jaxrl_llm.rewards.pool import Scorer
     from jaxrl_llm.types import Example
     sys.path.insert(0, {folder!r})
     from pool_test import scripted

@@ -4,8 +4,6 @@ import pickle
 import pytest
 
 from jaxrl_llm.rewards import (
-    Judged,
-    Verdict,
     exact_match,
     format_reward,
     last_number,
@@ -13,6 +11,8 @@ from jaxrl_llm.rewards import (
     reasoning_gym_reward,
     regex_match,
 )
+from jaxrl_llm.rewards.declare import Judged
+from jaxrl_llm.rewards.verify import Verdict
 from jaxrl_llm.types import Example
 
 

@@ -70,8 +70,8 @@ def test_generate_equals_full_forward_passes(params, options):
     prompts, key, how = prompts_of(3, 9, 12), jax.random.key(5), sampling(STOPS, **options)
     got = sample(params, prompts, key, how, group_size=2, max_new_tokens=7)
     want = plain(params, prompts, key, how, group_size=2, max_new_tokens=7)
-    for i, (tokens, logps) in enumerate(want):
-        row = jax.tree.map(lambda a: np.asarray(a)[i // 2, i % 2], got)
+    rows = [jax.tree.map(lambda a, i=i: np.asarray(a)[i // 2, i % 2], got) for i in range(len(want))]
+    for row, (tokens, logps) in zip(rows, want):
         assert row.tokens[: row.lengths].tolist() == tokens
         assert not row.tokens[row.lengths :].any()
         np.testing.assert_allclose(row.behavior_logp[: row.lengths], logps, atol=2e-5)
