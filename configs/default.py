@@ -14,6 +14,7 @@ from jaxrl_llm.data.sources import examples
 from jaxrl_llm.losses import ppo_clip, token_mean
 from jaxrl_llm.models.convert import from_gguf
 from jaxrl_llm.rewards import last_number
+from jaxrl_llm.rewards.text import stated_number
 from jaxrl_llm.types import Example
 
 HELD_OUT = 256
@@ -42,6 +43,6 @@ def get_config() -> cfg.Config:
         scoring=cfg.Scoring(rewards=(cfg.Reward(last_number),)),
         objective=cfg.Objective(advantage=group_zscore, loss=ppo_clip, aggregate=token_mean),
         optimizer=cfg.Optimizer(learning_rate=2e-5, microbatch=2),
-        evaluation=cfg.Evaluation(every=10, batch=64),
+        evaluation=cfg.Evaluation(every=10, batch=64, answer=stated_number),
         checkpoint=cfg.Checkpoint(every=10),
     )

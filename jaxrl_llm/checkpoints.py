@@ -216,6 +216,6 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # An error on its way out is the one to show, not what the save under way may say.
-        if kind is None:
+        if kind in (None, SystemExit):
             self.wait()
         self._manager.close()

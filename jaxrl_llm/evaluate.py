@@ -13,6 +13,7 @@ from jaxrl_llm import config as cfg
 from jaxrl_llm.data.pipeline import EvaluationBatch
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.rewards.pool import Scorer, Scores
+from jaxrl_llm.rewards.verify.extract import final_answer
 from jaxrl_llm.rollout.distribution import Sampling, sampling
 from jaxrl_llm.types import Rollout
 
@@ -96,7 +97,7 @@ def evaluate(
     """
 
     options, scoring = config.evaluation, config.scoring
-    answer = options.answer or str.strip
+    answer = options.answer or final_answer
 
     def run(how: Sampling, group_size: int) -> tuple[np.ndarray, list[list[str | None]], Rollout]:
         correct, answers, rollouts = [], [], []

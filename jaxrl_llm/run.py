@@ -82,10 +82,9 @@ def open_run(config: cfg.Config) -> Iterator[Run]:
     Raises:
       ValueError: something does not fit; the message says what, the limit and the remedy.
     """
-    cfg.check(config)
+    cfg.check(config, devices=len(jax.devices()))
     need = check_objective(config.objective, microbatch=config.optimizer.microbatch)
     mesh = sharding.make_mesh(config.mesh)
-    _check_shards(config, mesh)
     policy, params, tokenizer = load_model(config, mesh)
     _check_lengths(config, policy)
     examples = config.data.train()
@@ -113,22 +112,6 @@ def open_run(config: cfg.Config) -> Iterator[Run]:
             learning_rate=optimizers.schedule(config.optimizer, updates),
             stop_ids=tuple(sorted(tokenizer.stop_ids)) if stop_ids is None else stop_ids,
         )
-
-
-def _check_shards(config: cfg.Config, mesh: jax.sharding.Mesh) -> None:
-    shards = sharding.batch_shards(mesh)
-    part = config.optimizer.microbatch or config.data.prompts_per_step // config.objective.minibatches
-    for name, value in (
-        ("data.prompts_per_step", config.data.prompts_per_step),
-        ("rollout.prompts_per_round", config.rollout.prompts_per_round),
-        ("prompts in one forward and backward pass", part),
-        ("evaluation.batch", config.evaluation.batch),
-    ):
-        if value % shards:
-            raise ValueError(
-                f"{name} is {value}, which the {shards} shards of the batch axis do not divide; make it a "
-                "multiple, or give fewer devices to mesh.data and mesh.fsdp"
-            )
 
 
 def _check_lengths(config: cfg.Config, policy: Policy) -> None:

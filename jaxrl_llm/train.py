@@ -63,6 +63,9 @@ def train(config: cfg.Config, run_dir: str | Path) -> dict[str, Any]:
 
     Returns:
       the metrics of the last step; empty if no step was left to do.
+
+    Raises:
+      SystemExit: SIGINT or SIGTERM came; the step under way was finished and saved.
     """
     with open_run(config) as run, StopSignal() as stop:
         programs = compile_programs(run)
@@ -72,7 +75,11 @@ def train(config: cfg.Config, run_dir: str | Path) -> dict[str, Any]:
         metrics: dict[str, Any] = {}
         with checkpoints, MetricsWriter(run_dir, start=start) as writer, Progress(config, start) as progress:
             if start == 0:
-                writer.write(0, evaluated(run, programs, state) | stamp(programs, state))
+                first = evaluated(run, programs, state) | stamp(programs, state)
+                writer.write(0, first)
+                progress.update(0, first)
+            else:
+                progress.note(f"going on after step {start} of {config.steps}")
             for number in range(start, config.steps):
                 began = time.perf_counter()
                 collected = roll_out(run, programs, state, number)
@@ -89,8 +96,8 @@ def train(config: cfg.Config, run_dir: str | Path) -> dict[str, Any]:
                 if saves:
                     meta = {"config": cfg.to_json(config), "stream": run.stream.state()}
                     checkpoints.save(done, state, meta, metrics)
-                if stop.received is not None:
-                    break
+                if stop.received is not None and not last:
+                    raise SystemExit(128 + stop.received)
         return metrics
 
 

@@ -6,9 +6,7 @@ from jaxrl_llm.config import Optimizer
 from jaxrl_llm.optimizers import build, schedule
 
 
-@pytest.mark.parametrize(
-    "kind, half, end", [("constant", 1, 1), ("linear", 0.5, 0), ("cosine", 0.5, 0)]
-)
+@pytest.mark.parametrize("kind, half, end", [("constant", 1, 1), ("linear", 0.5, 0), ("cosine", 0.5, 0)])
 def test_schedule_counts_updates_after_the_warmup(kind, half, end):
     rate = schedule(Optimizer(learning_rate=1.0, schedule=kind, warmup=4), 24)
     assert [float(rate(n)) for n in (0, 2, 4)] == pytest.approx([0, 0.5, 1])

@@ -177,7 +177,10 @@ def terminating(completion, example):
 def test_train_stops_and_saves_on_a_signal(tmp_path):
     BY_SAMPLE.clear()
     scoring = cfg.Scoring(rewards=(cfg.Reward(terminating),), workers=0)
-    train(small(scoring=scoring, data=small().data.replace(evaluation=None)), tmp_path)
+    config = small(scoring=scoring, data=small().data.replace(evaluation=None))
+    with pytest.raises(SystemExit) as stopped:
+        train(config, tmp_path)
+    assert stopped.value.code == 128 + signal.SIGTERM
     assert [row["step"] for row in lines(tmp_path)] == [0, 1, 2]
     assert (tmp_path / "checkpoints" / "2").is_dir()
 

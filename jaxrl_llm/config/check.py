@@ -153,10 +153,15 @@ def _sizes(config: Config, devices: int | None) -> Iterator[str]:
         if part % microbatch:
             yield _indivisible(name, part, "optimizer.microbatch", microbatch)
         part, name = microbatch, "optimizer.microbatch"
-    yield from _mesh(config.mesh, devices, part, name)
+    parts = {
+        name: part,
+        "rollout.prompts_per_round": config.rollout.prompts_per_round,
+        "evaluation.batch": config.evaluation.batch,
+    }
+    yield from _mesh(config.mesh, devices, parts)
 
 
-def _mesh(mesh: Mesh, devices: int | None, part: int, name: str) -> Iterator[str]:
+def _mesh(mesh: Mesh, devices: int | None, parts: dict[str, int]) -> Iterator[str]:
     sizes = [mesh.data, mesh.fsdp, mesh.tensor]
     shown = f"mesh data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor}"
     if any(s < 1 and s != -1 for s in sizes) or sizes.count(-1) > 1:
@@ -169,8 +174,9 @@ def _mesh(mesh: Mesh, devices: int | None, part: int, name: str) -> Iterator[str
         yield f"{shown} does not multiply to the {devices} devices at hand: set one axis to -1"
         return
     shards = math.prod(devices // fixed if s == -1 else s for s in sizes[:2])
-    if part % shards:
-        yield _indivisible(name, part, "the number of batch shards (mesh.data x mesh.fsdp)", shards)
+    for name, part in parts.items():
+        if part % shards:
+            yield _indivisible(name, part, "the number of batch shards (mesh.data x mesh.fsdp)", shards)
 
 
 def _indivisible(name: str, value: int, divisor_name: str, divisor: int) -> str:

@@ -138,7 +138,7 @@ class Optimizer(Replaceable):
 class Evaluation(Replaceable):
     """Accuracy on held-out prompts."""
 
-    # The answer in a completion, which maj@k takes a vote on; a function of the text, or None for no answer.
+    # What maj@k takes a vote on: text -> answer, or None for no vote. None: verify.extract.final_answer.
     answer: Callable[[str], str | None] | None = None
     every: int = 0  # steps; 0: only at the start and the end
     batch: int = 64  # prompts at a time

@@ -73,6 +73,12 @@ def last_number(completion: str, example: Example) -> Judged:
     return Judged(_verdict(said == gold))
 
 
+def stated_number(text: str) -> str | None:
+    """Returns the last number in a text, in lowest terms; None if there is none."""
+    number = _last_number(text)
+    return None if number is None else str(number)
+
+
 def _last_number(text: str):
     found = _NUMBER.findall(text)
     return decimal(re.sub(r"[,$]", "", found[-1]).replace("\u2212", "-")) if found else None

@@ -164,9 +164,8 @@ def _metrics(groups: list[_Group], counts: dict[str, int]) -> dict[str, tuple[fl
         "truncated": (float(sum(g.rollout.truncated.sum() for g in groups)), samples),
     }
     for name in groups[0].terms:
-        values = np.concatenate([g.terms[name] for g in groups])
-        given = np.isfinite(values)
-        out[f"reward/{name}"] = (float(values[given].sum()), float(given.sum()))
+        values = np.stack([g.terms[name] for g in groups])[scored]
+        out[f"reward/{name}"] = (float(values.sum()), float(values.size))
     return out | {f"scoring/{name}": (float(count), 1.0) for name, count in counts.items()}
 
 
@@ -178,7 +177,7 @@ def _samples(groups: list[_Group], count: int = 4) -> list[dict[str, Any]]:
             "completion": g.texts[0],
             "gold": g.example.answer,
             "reward": float(g.rewards[0]) if g.scored[0] else None,
-            "terms": {name: float(values[0]) for name, values in g.terms.items() if np.isfinite(values[0])},
+            "terms": {name: float(values[0]) for name, values in g.terms.items()},
         }
         for g in groups[:count]
     ]
