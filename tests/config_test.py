@@ -431,7 +431,7 @@ def test_check_refuses_rewards_of_one_name():
 
 
 def test_check_reports_every_fault_at_once():
-    message = checked("rollout.temperature=0", "steps=-1", "rollout.group_size=0")
+    message = checked("rollout.temperature=0", "steps=-1", "rollout.top_k=-1")
     assert len(message.splitlines()) == 3
 
 
