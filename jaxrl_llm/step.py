@@ -163,18 +163,8 @@ def train_step(
     A step whose loss or gradient is not finite changes neither parameters nor optimizer state; it is counted.
     """
     rows = _minibatch(rows, update, objective.minibatches)
-    gradient = lambda params: _gradient(
-        policy,
-        objective,
-        need,
-        params,
-        rows,
-        how,
-        update,
-        microbatch=microbatch,
-        batch_sharding=batch_sharding,
-    )
-    grads, metrics = gradient(state.params)
+    places = {"microbatch": microbatch, "batch_sharding": batch_sharding}
+    grads, metrics = _gradient(policy, objective, need, state.params, rows, how, update, **places)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"][0])
     changes, opt_state = tx.update(grads, state.opt_state, state.params)

@@ -26,7 +26,7 @@ def metadata_from_gguf(path: str | Path, reader: Any = None) -> dict[str, Any]:
       FileNotFoundError: no such file.
       ValueError: not a GGUF file, cut short, or without a tokenizer.
     """
-    fields = (reader or _reader(Path(path))).fields
+    fields = (reader or open_gguf(Path(path))).fields
     found = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" not in found:
         raise ValueError(
@@ -93,11 +93,14 @@ def sentencepiece_proto(metadata: Mapping[str, Any]) -> bytes:
     return model.SerializeToString()
 
 
-def _reader(path: Path) -> Any:
+def open_gguf(path: Path) -> Any:
+    """Opens a GGUF file; raises when it is missing, foreign or cut short."""
     import gguf
 
     if not path.is_file():
-        raise FileNotFoundError(f"no GGUF file {path}; fetch the model, or give another path")
+        raise FileNotFoundError(
+            f"no model file {path}: run `bash launch/fetch_model.sh`, or give another path"
+        )
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
@@ -106,10 +109,10 @@ def _reader(path: Path) -> Any:
         )
     try:
         return gguf.GGUFReader(path)
-    except (ValueError, IndexError, OverflowError) as error:
+    except (ValueError, IndexError, OverflowError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path} is cut short or corrupt: its {path.stat().st_size} bytes end before what its header "
-            "announces; fetch it again"
+            "announces; delete it and fetch it again (`bash launch/fetch_model.sh`)"
         ) from error
 
 

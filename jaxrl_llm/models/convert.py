@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxrl_llm.data.gguf_vocab import open_gguf
 from jaxrl_llm.models import families
 from jaxrl_llm.models.decoder import DecoderConfig, decoder, param_shapes
 from jaxrl_llm.models.policy import Params, Policy
@@ -69,7 +70,7 @@ def from_gguf(path: str | Path = DEFAULT_GGUF, *, dtype: str = "float32", **chan
     """
     from jaxrl_llm.data.tokenizer import tokenizer_from_gguf
 
-    reader = _gguf_reader(Path(path))  # opening takes seconds: once for both
+    reader = open_gguf(Path(path))  # opening takes seconds: once for both
     config, params = _params_from_reader(reader, path, dtype=dtype, **changes)
     return _loaded(config, params, tokenizer_from_gguf(path, reader=reader), path)
 
@@ -106,7 +107,7 @@ def tiny_model(*, seed: int = 0, **changes: Any) -> LoadedModel:
 
 def params_from_gguf(path: str | Path, **changes: Any) -> tuple[DecoderConfig, Params]:
     """Reads a GGUF file without its tokenizer; see `from_gguf`."""
-    return _params_from_reader(_gguf_reader(Path(path)), path, **changes)
+    return _params_from_reader(open_gguf(Path(path)), path, **changes)
 
 
 def _params_from_reader(reader: Any, path: str | Path, **changes: Any) -> tuple[DecoderConfig, Params]:
@@ -254,29 +255,6 @@ def _halves_from_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
     """
     pairs = weight.reshape(heads, -1, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
-
-
-def _gguf_reader(path: Path) -> Any:
-    """Opens a GGUF file; raises when it is missing, foreign or cut short."""
-    import gguf
-
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no model file {path}: run `bash launch/fetch_model.sh`, or give another path"
-        )
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise ValueError(
-            f"{path} is not a GGUF file: it starts with {magic!r}, not b'GGUF'; give a .gguf file"
-        )
-    try:
-        return gguf.GGUFReader(path)
-    except (ValueError, IndexError, OverflowError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} is cut short or corrupt: its {path.stat().st_size} bytes end before what its header "
-            "announces; delete it and fetch it again (`bash launch/fetch_model.sh`)"
-        ) from error
 
 
 def _weight_files(folder: Path) -> list[Path]:

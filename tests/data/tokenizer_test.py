@@ -355,7 +355,7 @@ def test_chat_has_exactly_one_bos(template_bos, add_bos, tmp_path):
 
 
 def test_tokenizer_from_gguf_refuses_bad_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no GGUF file"):
+    with pytest.raises(FileNotFoundError, match="no model file"):
         tokenizer_from_gguf(tmp_path / "none.gguf")
     (tmp_path / "foreign.gguf").write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(ValueError, match="not a GGUF file: it starts with b'PK"):
