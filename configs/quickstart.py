@@ -2,7 +2,8 @@
 
     jaxrl-llm train --config=configs/quickstart.py --run-dir=runs/quickstart
 
-SmolLM2-135M-Instruct, all parameters in float32, GRPO without a KL term, 8 prompts x 8 samples a step.
+SmolLM2-135M-Instruct, all parameters in float32, GRPO without a KL term, 8 prompts x 8 samples a step. The
+learning rate falls to 0, so that the run ends where it is good and not where the last noisy steps took it.
 Expect: greedy accuracy on 256 held-out sums rises from about 0.1 by at least 0.5 within 30 steps.
 """
 
@@ -11,4 +12,5 @@ from jaxrl_llm import config as cfg
 
 
 def get_config() -> cfg.Config:
-    return default().replace(name="quickstart", steps=30)
+    base = default()
+    return base.replace(name="quickstart", steps=30, optimizer=base.optimizer.replace(schedule="linear"))
