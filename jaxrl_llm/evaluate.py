@@ -12,9 +12,10 @@ import numpy as np
 from jaxrl_llm import config as cfg
 from jaxrl_llm.data.pipeline import EvaluationBatch
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.rewards.pool import Scorer, Scores
+from jaxrl_llm.rewards.pool import Scorer
 from jaxrl_llm.rewards.verify.extract import final_answer
 from jaxrl_llm.rollout.distribution import Sampling, sampling
+from jaxrl_llm.rollout.groups import detokenize, verdicts
 from jaxrl_llm.types import Rollout
 
 __all__: list[str] = []  # metric-stage functions of method cards
@@ -85,7 +86,7 @@ def evaluate(
     """Evaluates a policy on held-out prompts.
 
     Args:
-      respond: `(prompts, how, group_size) -> Rollout`, the sampler with the policy's parameters.
+      respond: `(prompts, how, group_size, max_new_tokens) -> Rollout`, the sampler with its parameters.
       batches: every held-out prompt once.
       scorer: gives the verdicts.
       config: how many samples, at which temperature; which reward is the verdict.
@@ -98,11 +99,12 @@ def evaluate(
 
     options, scoring = config.evaluation, config.scoring
     answer = options.answer or final_answer
+    length = options.max_new_tokens or config.rollout.max_new_tokens
 
     def run(how: Sampling, group_size: int) -> tuple[np.ndarray, list[list[str | None]], Rollout]:
         correct, answers, rollouts = [], [], []
         for batch in batches:
-            rollout = jax.device_get(respond(batch.prompts, how, group_size))
+            rollout = jax.device_get(respond(batch.prompts, how, group_size, length))
             texts = detokenize(tokenizer, rollout)
             scores = scorer.score(
                 [text for group in texts for text in group],
@@ -124,17 +126,3 @@ def evaluate(
         correct, answers, _ = run(sampling(stop_ids, temperature=options.temperature), options.samples)
         out |= summarize(correct, answers, ks=[k for k in ks if k <= options.samples])
     return {f"eval/{name}": value for name, value in out.items()}
-
-
-def verdicts(scores: Scores, scoring: cfg.Scoring) -> np.ndarray:
-    """Returns `[N]` bool: whether the verdict's reward is 1 (or more); an unscored sample is not correct."""
-    name = scoring.verdict or next(iter(scores.terms))
-    return np.nan_to_num(scores.terms[name], nan=0.0) >= 1
-
-
-def detokenize(tokenizer: Tokenizer, rollout: Rollout) -> list[list[str]]:
-    """Returns the text of each response, `[B][G]`, without special tokens."""
-    return [
-        [tokenizer.decode(row[:length].tolist()) for row, length in zip(rows, lengths)]
-        for rows, lengths in zip(np.asarray(rollout.tokens), np.asarray(rollout.lengths))
-    ]

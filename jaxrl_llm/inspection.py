@@ -13,8 +13,8 @@ from jaxrl_llm import config as cfg
 from jaxrl_llm import keys
 from jaxrl_llm.checkpoints import CheckpointError, Checkpoints
 from jaxrl_llm.data.pipeline import PromptStream
-from jaxrl_llm.evaluate import detokenize
 from jaxrl_llm.rollout.distribution import sampling
+from jaxrl_llm.rollout.groups import detokenize
 from jaxrl_llm.run import Run, checkpoint_folder, open_run
 from jaxrl_llm.step import TrainState
 from jaxrl_llm.train import Programs, compile_programs, evaluated
@@ -67,12 +67,8 @@ def sample(
     """Returns n responses to a prompt, which is rendered as in training."""
     with opened(config, run_dir, step) as (run, programs, state, _):
         one = PromptStream([Example(prompt, "")], run.tokenizer, config.data, seed=0)
-        rollout = programs.generate(
-            state.params,
-            one.draw(1).prompts,
-            keys.key(np.random.SeedSequence().entropy % 2**31, keys.Stream.ROLLOUT),
-            sampling(run.stop_ids, temperature=temperature),
-            group_size=n,
-            max_new_tokens=config.rollout.max_new_tokens,
-        )
+        key = keys.key(np.random.SeedSequence().entropy % 2**31, keys.Stream.ROLLOUT)
+        how = sampling(run.stop_ids, temperature=temperature)
+        sizes = {"group_size": n, "max_new_tokens": config.rollout.max_new_tokens}
+        rollout = programs.generate(state.params, one.draw(1).prompts, key, how, **sizes)
         return detokenize(run.tokenizer, jax.device_get(rollout))[0]

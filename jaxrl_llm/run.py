@@ -53,10 +53,8 @@ class Run:
     @property
     def state_shardings(self) -> TrainState:
         """Where parameters, optimizer state and counters live."""
-        params, everywhere = (
-            sharding.param_shardings(self.mesh, self.policy.axes),
-            sharding.replicated(self.mesh),
-        )
+        params = sharding.param_shardings(self.mesh, self.policy.axes)
+        everywhere = sharding.replicated(self.mesh)
         state = jax.eval_shape(lambda p: init_state(p, self.tx), self.params)
         opt_state = optax.tree_map_params(
             self.tx, lambda _, s: s, state.opt_state, params, transform_non_params=lambda _: everywhere

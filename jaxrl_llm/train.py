@@ -21,6 +21,7 @@ from jaxrl_llm.rollout import sampler
 from jaxrl_llm.rollout.groups import Collected, collect
 from jaxrl_llm.run import Run, StopSignal, checkpoint_folder, open_run, start_or_resume
 from jaxrl_llm.step import TrainState
+from jaxrl_llm.types import Rollout
 
 
 class Programs(NamedTuple):
@@ -103,20 +104,21 @@ def train(config: cfg.Config, run_dir: str | Path) -> dict[str, Any]:
 
 def roll_out(run: Run, programs: Programs, state: TrainState, number: int) -> Collected:
     """Rolls out and scores the batch of step `number`."""
-    config, place = run.config, functools.partial(jax.device_put, device=sharding.batch_sharding(run.mesh))
-    key = keys.key(config.seed, Stream.ROLLOUT, number)
+    options, key = run.config.rollout, keys.key(run.config.seed, Stream.ROLLOUT, number)
+    respond = responder(run, programs, state, key)
+    generate = lambda prompts: respond(prompts, run.how, options.group_size, options.max_new_tokens)
+    return collect(generate, run.stream, run.scorer, run.tokenizer, run.config)
 
-    def generate(prompts):
-        return programs.generate(
-            state.params,
-            place(prompts),
-            key,
-            run.how,
-            group_size=config.rollout.group_size,
-            max_new_tokens=config.rollout.max_new_tokens,
-        )
 
-    return collect(generate, run.stream, run.scorer, run.tokenizer, config)
+def responder(run: Run, programs: Programs, state: TrainState, key: jax.Array) -> Callable[..., Rollout]:
+    """Returns `(prompts, how, group_size, max_new_tokens) -> Rollout` with the state's parameters."""
+    batch = sharding.batch_sharding(run.mesh)
+
+    def respond(prompts, how, group_size, max_new_tokens):
+        sizes = {"group_size": group_size, "max_new_tokens": max_new_tokens}
+        return programs.generate(state.params, jax.device_put(prompts, batch), key, how, **sizes)
+
+    return respond
 
 
 def learn(
@@ -149,15 +151,7 @@ def evaluated(run: Run, programs: Programs, state: TrainState) -> dict[str, floa
     """Evaluates on the held-out prompts, if there are any."""
     if not run.evaluation:
         return {}
-    key = keys.key(run.config.seed, Stream.EVALUATE)
-    place = functools.partial(jax.device_put, device=sharding.batch_sharding(run.mesh))
-    length = run.config.evaluation.max_new_tokens or run.config.rollout.max_new_tokens
-
-    def respond(prompts, how, group_size):
-        return programs.generate(
-            state.params, place(prompts), key, how, group_size=group_size, max_new_tokens=length
-        )
-
+    respond = responder(run, programs, state, keys.key(run.config.seed, Stream.EVALUATE))
     return evaluate.evaluate(
         respond, run.evaluation, run.scorer, run.tokenizer, run.config, stop_ids=run.stop_ids
     )

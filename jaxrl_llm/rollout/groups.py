@@ -12,9 +12,8 @@ import numpy as np
 from jaxrl_llm import config as cfg
 from jaxrl_llm.data.pipeline import PromptStream
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.evaluate import detokenize, verdicts
 from jaxrl_llm.prompts import take_kept
-from jaxrl_llm.rewards.pool import Scorer
+from jaxrl_llm.rewards.pool import Scorer, Scores
 from jaxrl_llm.types import Batch, Example, Prompts, Rollout
 
 
@@ -87,6 +86,20 @@ def collect(
     return Collected(
         _batch(chosen or drawn[:1], want, bool(chosen)), metrics, _samples(drawn), seconds, tokens
     )
+
+
+def detokenize(tokenizer: Tokenizer, rollout: Rollout) -> list[list[str]]:
+    """Returns the text of each response, `[B][G]`, without special tokens."""
+    return [
+        [tokenizer.decode(row[:length].tolist()) for row, length in zip(rows, lengths)]
+        for rows, lengths in zip(np.asarray(rollout.tokens), np.asarray(rollout.lengths))
+    ]
+
+
+def verdicts(scores: Scores, scoring: cfg.Scoring) -> np.ndarray:
+    """Returns `[N]` bool: whether the verdict's reward is 1 (or more); an unscored sample is not correct."""
+    name = scoring.verdict or next(iter(scores.terms))
+    return np.nan_to_num(scores.terms[name], nan=0.0) >= 1
 
 
 def _one_round(generate, stream, scorer, tokenizer, config, seconds, counts) -> list[_Group]:
