@@ -231,7 +231,7 @@ class Progress:
             )
 
     def update(self, step: int, values: Row) -> None:
-        """Shows a finished step.
+        """Shows a finished step, or the evaluation before the first one.
 
         Args:
           step: completed steps.
@@ -243,6 +243,10 @@ class Progress:
         self._rate = 0.8 * self._rate + 0.2 * took if step > self._first + 2 else took
         evaluated = values.get("eval/accuracy") is not None
         self._held_out = values["eval/accuracy"] if evaluated else self._held_out
+        if step < self._first:
+            if evaluated:
+                self.note(f"step {step}: held-out accuracy {self._held_out:.3f}")
+            return
         line = self._line(step, values)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, shown=line)

@@ -22,16 +22,11 @@ def seed_of(run: Path) -> int:
 
 
 def table(runs: dict[int, list[dict]]) -> str:
-    """Returns a Markdown table: held-out accuracy before and after, and what a step costs."""
-    lines = [
-        "| seed | before | after 30 steps | seconds a step | sampled tokens a second |",
-        "|---|---|---|---|---|",
-    ]
+    """Returns a Markdown table: held-out accuracy before and after."""
+    lines = ["| seed | before | after 10 steps | after 20 | after 30 |", "|---|---|---|---|---|"]
     for seed, rows in runs.items():
-        before, after = rows[0]["eval/accuracy"], rows[-1]["eval/accuracy"]
-        middle = lambda name: sorted(row[name] for row in rows[2:])[len(rows[2:]) // 2]  # noqa: B023
-        cost = f"{middle('seconds/step'):.1f} | {middle('tokens_per_second'):.0f}"
-        lines.append(f"| {seed} | {before:.1%} | {after:.1%} | {cost} |")
+        accuracies = [f"{row['eval/accuracy']:.1%}" for row in rows if "eval/accuracy" in row]
+        lines.append(f"| {seed} | {' | '.join(accuracies)} |")
     return "\n".join(lines)
 
 
