@@ -2,8 +2,8 @@
 
     jaxrl-llm train --config=configs/gsm8k.py --run-dir=runs/gsm8k
 
-The files `train.jsonl` and `test.jsonl` of GSM8K (MIT licence; fields `question` and `answer`, the gold after
-`####`) are read from the folder that the environment variable GSM8K names, or from `../shared/data/gsm8k`.
+Reads `gsm8k/train.jsonl` and `gsm8k/test.jsonl` (MIT licence; fields `question` and `answer`, the gold after
+`####`) in the folder that the environment variable JAXRL_LLM_DATA names, by default `../shared/data`.
 Expect: SmolLM2-135M-Instruct begins at a few per cent; on two cores a step takes minutes, on an accelerator
 seconds.
 """
@@ -17,7 +17,7 @@ from jaxrl_llm import config as cfg
 from jaxrl_llm.data.sources import gsm8k_gold, jsonl
 from jaxrl_llm.rewards import math_reward
 
-FOLDER = Path(os.environ.get("GSM8K", "../shared/data/gsm8k"))
+FOLDER = Path(os.environ.get("JAXRL_LLM_DATA", "../shared/data")) / "gsm8k"
 TEMPLATE = "{prompt}\nThink step by step, then write the answer after ####."
 
 

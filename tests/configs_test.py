@@ -28,7 +28,7 @@ def test_sums_never_trains_on_a_held_out_problem():
     assert all(last_number(e.answer, e) == 1 for e in held_out)
 
 
-@pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no {FOLDER}; name the folder of GSM8K in GSM8K")
+@pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no {FOLDER}; see JAXRL_LLM_DATA")
 def test_gsm8k_reads_problems_with_their_golds():
     config = cfg.load_config(str(ROOT / "configs" / "gsm8k.py"))
     held_out = config.data.evaluation()
