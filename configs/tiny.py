@@ -1,4 +1,4 @@
-"""A whole run of a random tiny model, in about 20 seconds on two CPU cores.
+"""A whole run of a random tiny model, in under a minute on two CPU cores, most of it compiling.
 
     jaxrl-llm train --config=configs/tiny.py --run-dir=runs/tiny
 
