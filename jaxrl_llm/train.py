@@ -87,7 +87,8 @@ def train(config: cfg.Config, run_dir: str | Path) -> dict[str, Any]:
                 state, metrics = learn(run, programs, state, number, collected)
                 metrics["seconds/step"] = time.perf_counter() - began
                 done, last = number + 1, number + 1 == config.steps
-                saves = last or done % config.checkpoint.every == 0 or stop.received is not None
+                stopping = stop.received is not None  # read once: a later signal ends the next step
+                saves = last or stopping or done % config.checkpoint.every == 0
                 if last or (config.evaluation.every and done % config.evaluation.every == 0):
                     metrics |= evaluated(run, programs, state)
                 if saves:
@@ -97,7 +98,7 @@ def train(config: cfg.Config, run_dir: str | Path) -> dict[str, Any]:
                 if saves:
                     meta = {"config": cfg.to_json(config), "stream": run.stream.state()}
                     checkpoints.save(done, state, meta, metrics)
-                if stop.received is not None and not last:
+                if stopping and not last:
                     raise SystemExit(128 + stop.received)
         return metrics
 
