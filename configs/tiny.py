@@ -1,9 +1,9 @@
-"""A whole run of a random tiny model, in under a minute on two CPU cores, most of it compiling.
+"""A whole run of a random tiny model, in about 20 seconds on two CPU cores, most of it compiling.
 
     jaxrl-llm train --config=configs/tiny.py --run-dir=runs/tiny
 
-The task: begin the response with the letter that the prompt asks for. The reward rises from about 0.02 to
-above 0.5 in 60 steps.
+The task: begin the response with the letter that the prompt asks for. The reward rises from near 0 to above
+0.9 in 40 steps, and the held-out accuracy to 1.
 """
 
 from configs.recipes.group_advantages import grpo
@@ -27,14 +27,14 @@ def first_letter(completion: str, example: Example) -> float:
 def on_tiny(config: cfg.Config) -> cfg.Config:
     """Returns a recipe's config on the tiny model and its task."""
     return config.replace(
-        steps=60,
+        steps=40,
         model=cfg.Model(load=tiny_model),
-        data=cfg.Data(train=letters, evaluation=letters, prompts_per_step=4, prompt_lengths=(32,)),
+        data=cfg.Data(train=letters, evaluation=letters, prompts_per_step=4, chat=False, prompt_lengths=(8,)),
         rollout=config.rollout.replace(group_size=16, max_new_tokens=4),
         scoring=cfg.Scoring(rewards=(cfg.Reward(first_letter),)),
-        optimizer=cfg.Optimizer(learning_rate=3e-3),
-        evaluation=cfg.Evaluation(every=20, batch=4, samples=4),
-        checkpoint=cfg.Checkpoint(every=20),
+        optimizer=cfg.Optimizer(learning_rate=6e-3),
+        evaluation=cfg.Evaluation(every=10, batch=4, samples=16),
+        checkpoint=cfg.Checkpoint(every=10),
     )
 
 

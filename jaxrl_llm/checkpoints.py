@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl_llm import config as cfg
@@ -35,26 +34,20 @@ class Restored(NamedTuple):
     meta: dict[str, Any]
 
 
-def digest(tree: Any) -> list[jax.Array]:
-    """Returns two uint32 sums for each array of `tree`: a hash of its bits and their places.
+def digest(array: jax.Array) -> jax.Array:
+    """Returns two uint32 sums: a hash of the array's bits and their places.
 
     Sums of integers do not depend on their order, so the digest is the same for every sharding.
     """
-
-    def of(array: jax.Array) -> jax.Array:
-        kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[array.dtype.itemsize]
-        if array.dtype == bool:
-            array = array.astype(jnp.uint8)
-        bits = jax.lax.bitcast_convert_type(array, kind).astype(jnp.uint32)
-        place = jnp.zeros(bits.shape, jnp.uint32)
-        for axis in range(bits.ndim):
-            place = place * jnp.uint32(bits.shape[axis]) + jax.lax.broadcasted_iota(
-                jnp.uint32, bits.shape, axis
-            )
-        first = _mix(bits ^ _mix(place + jnp.uint32(1)))
-        return jnp.stack([jnp.sum(first, dtype=jnp.uint32), jnp.sum(_mix(first), dtype=jnp.uint32)])
-
-    return [of(leaf) for leaf in jax.tree.leaves(tree)]
+    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[array.dtype.itemsize]
+    if array.dtype == bool:
+        array = array.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(array, kind).astype(jnp.uint32)
+    place = jnp.zeros(bits.shape, jnp.uint32)
+    for axis in range(bits.ndim):
+        place = place * jnp.uint32(bits.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    first = _mix(bits ^ _mix(place + jnp.uint32(1)))
+    return jnp.stack([jnp.sum(first, dtype=jnp.uint32), jnp.sum(_mix(first), dtype=jnp.uint32)])
 
 
 def _mix(x: jax.Array) -> jax.Array:
@@ -64,12 +57,18 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def fingerprint(tree: Any, sums: list[jax.Array]) -> str:
-    """Returns 16 hex digits from the names, shapes and `digest` sums of a tree."""
+def fingerprint(tree: Any, digest_fn: Callable[[jax.Array], jax.Array] = digest) -> str:
+    """Returns 16 hex digits from the names, shapes and digests of a tree's arrays.
+
+    Args:
+      digest_fn: `digest`, jitted by the caller.
+    """
     out = hashlib.sha256()
-    for (path, leaf), pair in zip(jax.tree_util.tree_leaves_with_path(tree), sums, strict=True):
+    sums = jax.device_get(jax.tree.map(digest_fn, tree))
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, leaf), pair in zip(leaves, jax.tree.leaves(sums), strict=True):
         out.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} ".encode())
-        out.update(np.asarray(pair).tobytes())
+        out.update(pair.tobytes())
     return out.hexdigest()[:16]
 
 
@@ -81,7 +80,7 @@ class Checkpoints:
         folder: Path,
         options: cfg.Checkpoint,
         *,
-        digest_fn: Callable[[Any], list[jax.Array]] = digest,
+        digest_fn: Callable[[jax.Array], jax.Array] = digest,
         read_only: bool = False,
     ):
         """Opens `folder`, clearing away what an interrupted save has left.
@@ -136,7 +135,7 @@ class Checkpoints:
             )
         if step in self.steps():
             return
-        meta = {**meta, "state_digest": fingerprint(state, self._digest(state))}
+        meta = {**meta, "state_digest": fingerprint(state, self._digest)}
         ranked = {BEST: metrics[BEST]} if BEST in metrics else None
         try:
             self._manager.save(
@@ -197,7 +196,7 @@ class Checkpoints:
             step,
             args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore()),
         )
-        got, want = fingerprint(out["state"], self._digest(out["state"])), out["meta"]["state_digest"]
+        got, want = fingerprint(out["state"], self._digest), out["meta"]["state_digest"]
         if got != want:
             raise ValueError(f"its arrays have digest {got}, but {want} was saved with them")
         return Restored(step, out["state"], out["meta"])

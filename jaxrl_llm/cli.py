@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import platform
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+
+import platformdirs
 
 # JAX and everything that needs it is imported by the commands, so that --help is quick.
 
@@ -112,6 +116,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _keep_compiled_programs() -> None:
+    """Lets the second start of a config read its compiled programs from the user's cache.
+
+    One folder a machine, since a program may use instructions that another processor does not have; the
+    oldest are dropped over 8 GB. `JAX_COMPILATION_CACHE_DIR` names another folder.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    import jax
+
+    folder = platformdirs.user_cache_path("jaxrl_llm") / "compiled" / platform.node()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", 8_000_000_000)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def _train(args: argparse.Namespace) -> None:
     from jaxrl_llm import config as cfg
 
@@ -119,6 +140,7 @@ def _train(args: argparse.Namespace) -> None:
     cfg.check(config)
     from jaxrl_llm.train import train
 
+    _keep_compiled_programs()
     train(config, args.run_dir)
 
 
@@ -136,6 +158,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     config = _saved_config(args)
     from jaxrl_llm.inspection import evaluate_run
 
+    _keep_compiled_programs()
     for name, value in evaluate_run(args.run_dir, step=args.step, config=config).items():
         print(f"{name:<24} {value:.4g}")
 
@@ -150,6 +173,7 @@ def _sample(args: argparse.Namespace) -> None:
     config = _saved_config(args) if args.run_dir else cfg.override(cfg.load_config(args.config), args.set)
     from jaxrl_llm.inspection import sample
 
+    _keep_compiled_programs()
     texts = sample(
         config, args.run_dir, step=args.step, prompt=args.prompt, n=args.n, temperature=args.temperature
     )

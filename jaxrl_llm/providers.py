@@ -162,29 +162,30 @@ def response_arrays(
 
 
 def call(
-    fn: Callable, arrays: Mapping[str, jax.Array], present: jax.Array, *, default_scope: str
+    fn: Callable, arrays: Mapping[str, jax.Array], present: jax.Array | None, *, default_scope: str
 ) -> jax.Array:
     """Calls a stage function on the whole step, vmapped from its own scope.
 
     Args:
       fn: the function; its parameters are looked up in `arrays`.
       arrays: `[B, G, ...]` arrays and scalars by name.
-      present: `[B, G]` bool; a function of scope "group" sees only the present rows of each group.
+      present: `[B, G]` bool; a function of scope "group" sees only the present rows of each group. None: all
+        are present. That is a program of its own, without the branches for groups of each size.
       default_scope: for a function that declares none.
     """
-    present = jnp.asarray(present)
     args = [jnp.asarray(arrays[name]) for name in arrays_of(fn)]
     axes = [0 if a.ndim else None for a in args]
     scope = scope_of(fn, default_scope)
     if scope == "batch":
         return fn(*args)
     if scope == "group":
-        return _by_group(fn, args, axes, present)
+        of_groups = jax.vmap(fn, axes)
+        return of_groups(*args) if present is None else _by_group(fn, args, axes, jnp.asarray(present))
     return jax.vmap(jax.vmap(fn, axes), axes)(*args)
 
 
 def _by_group(fn: Callable, args: list[jax.Array], axes: list[int | None], present: jax.Array):
-    """vmaps over groups; a group with absent rows is computed at its own size, without them."""
+    """Computes each group at its own size, without its absent rows."""
     size = present.shape[1]
 
     def at_size(count):
@@ -201,17 +202,14 @@ def _by_group(fn: Callable, args: list[jax.Array], axes: list[int | None], prese
 
         return compute if count else nothing
 
-    def ragged(*args):
-        order = jnp.argsort(~present, axis=1, stable=True)
+    branches = [at_size(count) for count in range(size + 1)]
+    order = jnp.argsort(~present, axis=1, stable=True)
 
-        def one(row):
-            group = [a[row] if axis == 0 else a for a, axis in zip(args, axes)]
-            branches = [at_size(count) for count in range(size + 1)]
-            return jax.lax.switch(jnp.sum(present[row]), branches, order[row], *group)
+    def one(row):
+        group = [a[row] if axis == 0 else a for a, axis in zip(args, axes)]
+        return jax.lax.switch(jnp.sum(present[row]), branches, order[row], *group)
 
-        return jax.lax.map(one, jnp.arange(present.shape[0]))
-
-    return jax.lax.cond(jnp.all(present), jax.vmap(fn, axes), ragged, *args)
+    return jax.lax.map(one, jnp.arange(present.shape[0]))
 
 
 def aggregate_of(objective: cfg.Objective) -> Callable:

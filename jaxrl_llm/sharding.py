@@ -86,12 +86,3 @@ def batch_sharding(mesh: jax.sharding.Mesh, rules: Rules = RULES) -> NamedShardi
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
-
-
-def batch_shards(mesh: jax.sharding.Mesh, rules: Rules = RULES) -> int:
-    """Returns into how many pieces the batch axis is cut."""
-    places = rules["batch"]
-    out = 1
-    for place in (places,) if isinstance(places, str) else places or ():
-        out *= mesh.shape[place]
-    return out

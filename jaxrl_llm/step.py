@@ -37,7 +37,7 @@ class Rows:
     """A batch made ready for the loss: everything in it is constant during its updates."""
 
     prompts: Prompts
-    present: jax.Array  # [B, G] bool: rows that have a reward
+    present: jax.Array | None  # [B, G] bool: rows that have a reward; None: all
     arrays: dict[str, jax.Array]  # [B, G] or [B, G, T]: tokens, mask, weights, and what the loss asks for
     scalars: dict[str, jax.Array]
 
@@ -79,7 +79,8 @@ def prepare(
       scalars: step, total_steps.
       microbatch: prompts in one forward pass.
     """
-    rollout, present = batch.rollout, batch.scored
+    rollout = batch.rollout
+    present = jnp.ones(batch.rewards.shape, bool) if batch.scored is None else batch.scored
     mask = rollout.mask & present[..., None]
     arrays = {
         "tokens": rollout.tokens,
@@ -103,16 +104,16 @@ def prepare(
     if need.reference:
         arrays["ref_logp"] = forward(ref_params, False)["logp"]
     for stage in providers.stages(objective):
-        _run_stage(stage, arrays, scalars, present)
+        _run_stage(stage, arrays, scalars, batch.scored)
     spread = present[..., None] if arrays["advantages"].ndim == 3 else present
     arrays["advantages"] = jnp.where(spread, arrays["advantages"], 0)
     asked = {n for fn in providers.loss_functions(objective) for n in providers.arrays_of(fn)}
     kept = {n: a for n, a in arrays.items() if n in asked | {"tokens", "mask", "weights", "behavior_logp"}}
     kept.pop("logp", None)
-    return Rows(batch.prompts, present, kept, scalars), _batch_metrics(arrays, present)
+    return Rows(batch.prompts, batch.scored, kept, scalars), _batch_metrics(arrays, present)
 
 
-def _run_stage(stage: cfg.Stage, arrays: dict, scalars: dict, present: jax.Array) -> None:
+def _run_stage(stage: cfg.Stage, arrays: dict, scalars: dict, present: jax.Array | None) -> None:
     """Runs one stage and puts its result into `arrays`."""
     made = providers.call(stage.fn, {**arrays, **scalars}, present, default_scope="group")
     fields = made._asdict() if hasattr(made, "_asdict") else {stage.to: made}
@@ -181,7 +182,7 @@ def _minibatch(rows: Rows, update: Update, minibatches: int) -> Rows:
     """Returns the prompts of this update; each pass over the batch has an order of its own."""
     if minibatches == 1:
         return rows
-    total = rows.present.shape[0]
+    total = rows.arrays["mask"].shape[0]
     size = total // minibatches
     one_pass, part = update.number // minibatches, update.number % minibatches
     order = jax.random.permutation(jax.random.fold_in(update.key, one_pass), total)
@@ -243,10 +244,10 @@ def _gradient(
     return grads, metrics
 
 
-def _aggregation_weights(aggregate: Callable, mask: jax.Array, present: jax.Array) -> jax.Array:
+def _aggregation_weights(aggregate: Callable, mask: jax.Array, present: jax.Array | None) -> jax.Array:
     """Returns `[B, G, T]`: d aggregate / d token loss."""
     weights = aggregation_weights(aggregate, mask)
-    if fact(aggregate, "counts_empty"):
+    if present is not None and fact(aggregate, "counts_empty"):
         # The rows that are not there must not count as empty responses.
         weights *= present.size / jnp.maximum(jnp.sum(present), 1)
     return weights

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm import ahead, evaluate, keys, sharding, step
 from jaxrl_llm import config as cfg
-from jaxrl_llm import evaluate, keys, sharding, step
 from jaxrl_llm.checkpoints import Checkpoints, digest, fingerprint
 from jaxrl_llm.keys import Stream
 from jaxrl_llm.metrics import MetricsWriter, Progress, finalize, log_versions, merge
 from jaxrl_llm.rollout import sampler
 from jaxrl_llm.rollout.groups import Collected, collect
 from jaxrl_llm.run import Run, StopSignal, checkpoint_folder, open_run, start_or_resume
-from jaxrl_llm.step import TrainState
+from jaxrl_llm.step import Rows, TrainState
 from jaxrl_llm.types import Rollout
 
 
@@ -35,27 +35,30 @@ class Programs(NamedTuple):
 
 
 def compile_programs(run: Run) -> Programs:
-    batch, micro = sharding.batch_sharding(run.mesh), run.config.optimizer.microbatch
+    batch, everywhere = sharding.batch_sharding(run.mesh), sharding.replicated(run.mesh)
+    micro = run.config.optimizer.microbatch
     method = (run.policy, run.config.objective, run.need)
     update = functools.partial(step.train_step, *method, run.tx, microbatch=micro, batch_sharding=batch)
+    # On a CPU the time goes to library calls: more optimizing of what is around them makes nothing faster.
+    options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
+    jit = functools.partial(jax.jit, compiler_options=options)
     return Programs(
         # A copy: updates donate their state, and `run.params` stay as the reference.
-        init=jax.jit(
+        init=jit(
             lambda params: step.init_state(jax.tree.map(jnp.copy, params), run.tx),
             out_shardings=run.state_shardings,
         ),
-        generate=jax.jit(
+        generate=jit(
             functools.partial(sampler.generate, run.policy),
             static_argnames=("group_size", "max_new_tokens"),
             out_shardings=batch,
         ),
-        prepare=jax.jit(functools.partial(step.prepare, *method, microbatch=micro)),
-        update=jax.jit(
-            update,
-            donate_argnames="state",
-            out_shardings=(run.state_shardings, sharding.replicated(run.mesh)),
+        prepare=jit(
+            functools.partial(step.prepare, *method, microbatch=micro),
+            out_shardings=(Rows(batch, batch, batch, everywhere), everywhere),
         ),
-        digest=jax.jit(digest),
+        update=jit(update, donate_argnames="state", out_shardings=(run.state_shardings, everywhere)),
+        digest=jit(digest),
     )
 
 
@@ -68,13 +71,17 @@ def train(config: cfg.Config, run_dir: str | Path) -> dict[str, Any]:
     Raises:
       SystemExit: SIGINT or SIGTERM came; the step under way was finished and saved.
     """
-    with open_run(config) as run, StopSignal() as stop:
-        programs = compile_programs(run)
+    with (
+        open_run(config) as run,
+        StopSignal() as stop,
+        ahead.compiling(run, compile_programs(run)) as (programs, compiled),
+    ):
         checkpoints = Checkpoints(checkpoint_folder(run_dir), config.checkpoint, digest_fn=programs.digest)
         state, start = start_or_resume(run, checkpoints, programs.init)
         log_versions(run_dir, config)
         metrics: dict[str, Any] = {}
         with checkpoints, MetricsWriter(run_dir, start=start) as writer, Progress(config, start) as progress:
+            compiled()
             if start == 0:
                 first = evaluated(run, programs, state) | stamp(programs, state)
                 writer.write(0, first)
@@ -160,4 +167,4 @@ def evaluated(run: Run, programs: Programs, state: TrainState) -> dict[str, floa
 
 def stamp(programs: Programs, state: TrainState) -> dict[str, str]:
     """Returns the hash of the parameters, by which two runs can be compared."""
-    return {"params_digest": fingerprint(state.params, programs.digest(state.params))}
+    return {"params_digest": fingerprint(state.params, programs.digest)}

@@ -77,5 +77,5 @@ class Batch:
     rewards: jax.Array  # [B, G] float, 0 where not scored
     correct: jax.Array  # [B, G] bool, the verifier's verdict
     scored: (
-        jax.Array
-    )  # [B, G] bool; False: no reward, or a row that fills up the batch. Such rows have no loss
+        jax.Array | None
+    )  # [B, G] bool; False: no reward, or a row that fills up the batch: no loss. None: all

@@ -131,7 +131,7 @@ def test_save_that_fails_to_write_leaves_the_ones_before_it_whole(tmp_path):
 
 
 def digest_of(tree):
-    return fingerprint(tree, jax.jit(digest)(tree))
+    return fingerprint(tree, jax.jit(digest))
 
 
 def test_digest_depends_on_every_bit_and_place_but_not_on_the_sharding():

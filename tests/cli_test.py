@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import types
@@ -254,3 +255,26 @@ def test_methods_fills_a_readme(tmp_path, capsys):
 def test_readme_lists_every_method():
     text = (ROOT / "README.md").read_text()
     assert methods.with_table(text) == text, "run: jaxrl-llm methods --readme README.md"
+
+
+def test_sample_reads_its_programs_from_the_users_cache(tmp_path):
+    """The second start compiles nothing: it adds no file to the cache."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | {
+        "JAX_PLATFORMS": "cpu"
+    }
+    env |= {"XDG_CACHE_HOME": str(tmp_path)}
+    command = ["sample", "--config=configs/tiny.py", "--prompt=Say a", "--n=1", "--temperature=0"]
+    outputs, entries = [], []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-m", "jaxrl_llm.cli", *command],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        outputs.append(run.stdout)
+        entries.append({path.name for path in tmp_path.rglob("jit_*-cache")})
+    assert outputs[0] == outputs[1]
+    assert entries[0] == entries[1] and any(name.startswith("jit_generate") for name in entries[0])

@@ -3,13 +3,12 @@ import pytest
 
 from jaxrl_llm import config as cfg
 from jaxrl_llm.models.convert import tiny_model
-from jaxrl_llm.sharding import RULES, batch_shards, make_mesh, param_shardings, spec
+from jaxrl_llm.sharding import RULES, make_mesh, param_shardings, spec
 
 
 def test_make_mesh_gives_the_rest_of_the_devices_to_one_axis():
     mesh = make_mesh(cfg.Mesh(data=-1, fsdp=2, tensor=2))
     assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
-    assert batch_shards(mesh) == 4
     assert all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
 
 

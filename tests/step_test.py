@@ -62,8 +62,9 @@ def batch_of(seed=0, *, rewards=None, scored=None):
         behavior_logp=np.where(keep, rng.normal(-3, 0.3, (B, G, T)), 0).astype(np.float32),
     )
     rewards = rng.normal(size=(B, G)) if rewards is None else np.asarray(rewards, float)
-    scored = np.ones((B, G), bool) if scored is None else np.asarray(scored, bool)
-    return Batch(prompts, rollout, np.where(scored, rewards, 0).astype(np.float32), rewards >= 1, scored)
+    if scored is not None:
+        rewards = np.where(scored, rewards, 0)
+    return Batch(prompts, rollout, rewards.astype(np.float32), rewards >= 1, scored)
 
 
 def objective_of(**changes):
@@ -217,6 +218,14 @@ def test_by_group_sees_sizes_as_they_are():
     np.testing.assert_allclose(got, [[0, -1, 1], [-1, 0, 1], [0, 0, 0], [0, 0, 0]])
 
 
+def test_prepare_without_absent_rows_equals_the_program_that_allows_them():
+    batch = batch_of(rewards=[[1, 0, 0], [1, 9, 0], [0, 1, 0], [1, 1, 0]])
+    objective = objective_of(advantage=leave_one_out, aggregate=constant_length)
+    got, _ = gradient_of(objective, batch, params_of(0))
+    want, _ = gradient_of(objective, batch.replace(scored=np.ones((B, G), bool)), params_of(0))
+    close(got, want)
+
+
 def test_prepare_runs_the_stages_of_reinforce_plus_plus():
     params, ref_params, batch = params_of(0), params_of(1), batch_of(2)
     objective = objective_of(
@@ -329,7 +338,9 @@ def test_train_step_counts_updates_over_minibatches_and_passes():
 
 
 def test_minibatches_of_a_pass_cover_every_prompt_once():
-    rows = step.Rows(None, jnp.ones((B, G), bool), {"id": jnp.arange(B)[:, None]}, {})
+    rows = step.Rows(
+        None, jnp.ones((B, G), bool), {"mask": jnp.ones((B, G, T)), "id": jnp.arange(B)[:, None]}, {}
+    )
     for one_pass in range(3):
         ids = [
             step._minibatch(rows, step.Update(jax.random.key(3), jnp.int32(2 * one_pass + part)), 2).arrays[

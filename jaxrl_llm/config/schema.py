@@ -68,7 +68,6 @@ class Rollout(Replaceable):
     top_p: float = 1.0
     stop_ids: tuple[int, ...] | None = None  # None: the tokenizer's
     keep: Callable | None = None  # which groups to keep (dynamic sampling); None keeps all
-    prompts_per_round: int = 0  # prompts sampled in one round when `keep` is set; 0: data.prompts_per_step
     prompts_per_round: int = 0  # prompts drawn in one round when `keep` is set; 0: data.prompts_per_step
     max_rounds: int = 10  # rounds of sampling to fill the batch when `keep` is set
     on_short_batch: Literal["continue", "stop"] = "continue"  # with fewer groups, when rounds run out

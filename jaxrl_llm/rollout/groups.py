@@ -160,7 +160,7 @@ def _batch(groups: list[_Group], want: int, real: bool) -> Batch:
         rollout=stack([g.rollout for g in groups]),
         rewards=np.where(scored, np.stack([g.rewards for g in groups])[index], 0).astype(np.float32),
         correct=np.stack([g.correct for g in groups])[index] & scored,
-        scored=scored,
+        scored=None if scored.all() else scored,
     )
 
 

@@ -63,16 +63,15 @@ def generate(
       max_new_tokens: T, static.
     """
     shared, last = prefill(policy, params, prompts)
-    sample_keys = keys.sample_keys(key, prompts.uid, group_size)
     shape = (prompts.tokens.shape[0], group_size)
     span = max(max_new_tokens - 1, 1)  # the last token is never fed
+    dtype = jax.eval_shape(policy.head, params, last).dtype
+    uniforms = _uniforms(keys.sample_keys(key, prompts.uid, group_size), max_new_tokens, dtype)
 
     def append(state: _Decoding, hidden: jax.Array) -> _Decoding:
         """Draws token t of every sample that is not done."""
         logits = jnp.broadcast_to(policy.head(params, hidden), (*shape, policy.vocab_size))
-        token_keys = jax.vmap(jax.vmap(lambda k: jax.random.fold_in(k, state.t)))(sample_keys)
-        uniform = jax.vmap(jax.vmap(lambda k: jax.random.uniform(k, dtype=logits.dtype)))(token_keys)
-        token, logp = draw(logits, uniform, how)
+        token, logp = draw(logits, uniforms[..., state.t], how)
         old, live = state.rollout, ~state.done
         rollout = Rollout(
             tokens=old.tokens.at[..., state.t].set(jnp.where(live, token, 0)),
@@ -108,3 +107,10 @@ def generate(
     state = append(_Decoding(jnp.int32(0), jnp.zeros(shape, bool), empty, cache, cache), last)
     state = jax.lax.while_loop(lambda s: (s.t < max_new_tokens) & ~jnp.all(s.done), decode, state)
     return state.rollout.replace(truncated=~state.done)
+
+
+def _uniforms(sample_keys: jax.Array, count: int, dtype: jnp.dtype) -> jax.Array:
+    """Returns `[B, G, T]`: token t of a sample draws with the key `fold_in(sample key, t)`."""
+    of_token = lambda key, t: jax.random.uniform(jax.random.fold_in(key, t), dtype=dtype)
+    of_sample = lambda key: jax.vmap(lambda t: of_token(key, t))(jnp.arange(count))
+    return jax.vmap(jax.vmap(of_sample))(sample_keys)

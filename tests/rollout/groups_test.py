@@ -52,7 +52,7 @@ def test_collect_takes_the_first_groups_with_contrast_in_order():
     """The scenario of DAPO: batch 4; two rounds of 8 keep 3 each; the batch is the first 4 kept."""
     got = collected(answers=["contrast" if i in CONTRAST else "same" for i in range(16)])
     assert got.batch.prompts.uid.tolist() == [0, 3, 5, 8]
-    assert got.batch.scored.all()
+    assert got.batch.scored is None
     assert got.metrics["sampling_rounds"] == (2, 1) and got.metrics["kept_groups"] == (6, 16)
     assert got.tokens == 16 * 4
 
