@@ -79,7 +79,9 @@ def _lowerings(run: Run, programs: Programs) -> list[Callable[[], Any]]:
 
     def compile_update(width: int) -> None:
         made, _ = programs.prepare.eval_shape(*step_arguments(width))
-        programs.update.lower(state, made, run.how, Update(key, np.int32(0))).compile()
+        programs.update.lower(
+            state.replace(sampler_params=None), made, run.how, Update(key, np.int32(0))
+        ).compile()
 
     widths = config.data.prompt_lengths
     out = [lambda w=w: compile_update(w) for w in widths]
@@ -88,10 +90,11 @@ def _lowerings(run: Run, programs: Programs) -> list[Callable[[], Any]]:
 
 
 def _sampler_calls(run: Run) -> list[tuple[int, int, int, int]]:
-    """Returns (prompts, their length, samples, new tokens) of every call of the sampler, each once."""
+    """Returns (prompts, their length, samples, new tokens) of every call of the whole sampler, each once."""
     options, evaluation = run.config.rollout, run.config.evaluation
     number = options.prompts_per_round or run.config.data.prompts_per_step
-    calls = [(number, w, options.group_size, options.max_new_tokens) for w in run.config.data.prompt_lengths]
+    widths = () if options.score_every else run.config.data.prompt_lengths
+    calls = [(number, w, options.group_size, options.max_new_tokens) for w in widths]
     length = evaluation.max_new_tokens or options.max_new_tokens
     samples = [n for n in (1, evaluation.samples) if n]
     for batch in run.evaluation:

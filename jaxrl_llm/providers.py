@@ -6,6 +6,7 @@ reference forward pass unless some function has a parameter `ref_logp`, no entro
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import config as cfg
+from jaxrl_llm.logprobs import token_logprobs
 from jaxrl_llm.losses import token_mean
 from jaxrl_llm.models.policy import Params, Policy
-from jaxrl_llm.rollout import distribution
 from jaxrl_llm.rollout.distribution import Sampling
 from jaxrl_llm.rollout.sampler import prefill
 from jaxrl_llm.signature import arrays_of, did_you_mean, name_of, scope_of, unwrap
@@ -41,11 +42,14 @@ class Needs:
       live: arrays under the policy being trained, computed again in every update, with gradients.
       old_is_live: the only update on a batch starts from the sampling policy itself, so `old_logp` in the
         loss is `logp` without its gradient, and no pass is spent on it.
+      old_is_behavior: the sampling policy is older than the one that is updated, so `old_logp` is what the
+        sampler reported, and the ratio corrects for the difference.
     """
 
     plan: frozenset[str]
     live: frozenset[str]
     old_is_live: bool
+    old_is_behavior: bool = False
 
     @property
     def reference(self) -> bool:
@@ -78,8 +82,11 @@ def loss_functions(objective: cfg.Objective) -> tuple[Callable, ...]:
     return (objective.loss, *(fn for _, fn in objective.regularize))
 
 
-def needs(objective: cfg.Objective) -> Needs:
+def needs(objective: cfg.Objective, *, stale: bool = False) -> Needs:
     """Reads the signatures of every function of `objective`.
+
+    Args:
+      stale: responses come from parameters older than those of the step's start.
 
     Raises:
       ValueError: a function asks for an array that nobody provides.
@@ -89,13 +96,15 @@ def needs(objective: cfg.Objective) -> Needs:
     for stage in stages(objective):
         plan |= _asked(stage.fn, made)
         made |= set(results_of(stage))
-    single = objective.minibatches * objective.passes == 1
+    single = objective.minibatches * objective.passes == 1 and not stale
     live = set()
     for fn in loss_functions(objective):
         asked = _asked(fn, made)
         live |= asked & {"logp", "entropy"}
         plan |= asked - {"logp", "entropy"} - ({"old_logp"} if single else set())
-    return Needs(frozenset(plan), frozenset(live), single)
+    if stale:
+        plan.discard("old_logp")
+    return Needs(frozenset(plan), frozenset(live), old_is_live=single, old_is_behavior=stale)
 
 
 def _asked(fn: Callable, made: set[str]) -> set[str]:
@@ -119,6 +128,7 @@ def response_arrays(
     tokens: jax.Array,
     how: Sampling,
     *,
+    mask: jax.Array | None = None,
     entropy: bool = False,
     chunk: int = CHUNK,
 ) -> dict[str, jax.Array]:
@@ -130,10 +140,12 @@ def response_arrays(
     Args:
       tokens: `[B, G, T]` responses, padded on the right.
       how: the sampling distribution under which log-probabilities are taken.
+      mask: `[B, G, T]` bool, which tokens are asked for; None means all.
       entropy: compute `entropy` too.
+      chunk: tokens whose logits are held at one time, but at least one of each prompt.
 
     Returns:
-      `logp` and, if asked, `entropy`, each `[B, G, T]`; values on padding are finite and mean nothing.
+      `logp` and, if asked, `entropy`, each `[B, G, T]`; 0 outside the mask.
     """
     shared, last = prefill(policy, params, prompts)
     length = tokens.shape[-1]
@@ -144,21 +156,16 @@ def response_arrays(
         out = policy.apply(params, fed, jnp.broadcast_to(positions, fed.shape), past=(shared,))
         hidden = jnp.concatenate([hidden, out.hidden], axis=2)
 
-    @jax.checkpoint
-    def of_chunk(chunk_hidden, chunk_tokens):
-        logits = policy.head(params, chunk_hidden)
-        out = {"logp": distribution.token_logp(logits, chunk_tokens, how)}
-        if entropy:
-            out["entropy"] = distribution.entropy(logits, how, chunk_tokens)
-        return out
-
-    rows = tokens.size
-    chunk = min(chunk, rows)
-    pad = -rows % chunk
-    split = lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, chunk, *x.shape[1:])
-    parts = (split(hidden.reshape(rows, -1)), split(tokens.reshape(rows)))
-    out = jax.lax.map(lambda part: of_chunk(*part), parts)
-    return jax.tree.map(lambda x: x.reshape(-1)[:rows].reshape(tokens.shape), out)
+    flat = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
+    mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+    out = token_logprobs(
+        functools.partial(policy.head, params),
+        *map(flat, (hidden, tokens, mask)),
+        how,
+        entropy=entropy,
+        chunk=chunk,
+    )
+    return {name: x.reshape(tokens.shape) for name, x in out.items()}
 
 
 def call(

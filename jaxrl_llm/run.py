@@ -54,12 +54,12 @@ class Run:
     def state_shardings(self) -> TrainState:
         """Where parameters, optimizer state and counters live."""
         params = sharding.param_shardings(self.mesh, self.policy.axes)
-        everywhere = sharding.replicated(self.mesh)
-        state = jax.eval_shape(lambda p: init_state(p, self.tx), self.params)
+        everywhere, stale = sharding.replicated(self.mesh), self.config.rollout.stale
+        state = jax.eval_shape(lambda p: init_state(p, self.tx, stale=stale), self.params)
         opt_state = optax.tree_map_params(
             self.tx, lambda _, s: s, state.opt_state, params, transform_non_params=lambda _: everywhere
         )
-        return TrainState(params, opt_state, everywhere, everywhere)
+        return TrainState(params, opt_state, everywhere, everywhere, params if stale else None)
 
     def like(self, init: Callable[[Params], TrainState]) -> TrainState:
         """Returns the shapes and shardings of the state that `init` makes."""
@@ -81,7 +81,9 @@ def open_run(config: cfg.Config) -> Iterator[Run]:
       ValueError: something does not fit; the message says what, the limit and the remedy.
     """
     cfg.check(config, devices=len(jax.devices()))
-    need = check_objective(config.objective, microbatch=config.optimizer.microbatch)
+    need = check_objective(
+        config.objective, microbatch=config.optimizer.microbatch, stale=config.rollout.stale
+    )
     mesh = sharding.make_mesh(config.mesh)
     policy, params, tokenizer = load_model(config, mesh)
     _check_lengths(config, policy)

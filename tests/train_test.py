@@ -104,6 +104,34 @@ def test_train_goes_on_as_if_it_had_never_stopped(whole, tmp_path, stops):
     assert prompts(tmp_path) == prompts(whole)
 
 
+def test_train_with_stale_rollouts_goes_on_as_if_it_had_never_stopped(tmp_path):
+    config = small(rollout=small().rollout.replace(stale=True))
+    for name, stops in {"whole": (4,), "stopped": (1, 3, 4)}.items():
+        for steps in stops:
+            train(config.replace(steps=steps), tmp_path / name)
+    assert digests(tmp_path / "stopped") == digests(tmp_path / "whole")
+    assert prompts(tmp_path / "stopped") == prompts(tmp_path / "whole")
+
+
+def test_train_with_stale_rollouts_samples_from_the_parameters_of_one_step_before(whole, tmp_path):
+    """Steps 1 and 2 sample from the first parameters, and the ratio against the sampler shows it."""
+    train(small(rollout=small().rollout.replace(stale=True)), tmp_path)
+    ratios = [row["ratio"] for row in lines(tmp_path)[1:]]
+    assert abs(ratios[0] - 1) < 1e-5 and all(abs(ratio - 1) > 1e-4 for ratio in ratios[1:])
+    assert prompts(tmp_path)[:2] == prompts(whole)[:2] and prompts(tmp_path)[4:] != prompts(whole)[4:]
+
+
+@pytest.mark.parametrize("changes", [{"score_every": 2}, {"slots": 3}, {"score_every": 2, "slots": 3}])
+def test_train_is_the_same_when_it_scores_meanwhile_or_refills_slots(whole, tmp_path, changes):
+    train(small(rollout=small().rollout.replace(**changes)), tmp_path)
+    assert prompts(tmp_path) == prompts(whole)
+    np.testing.assert_allclose(
+        [row["grad_norm"] for row in lines(tmp_path)[1:]],
+        [row["grad_norm"] for row in lines(whole)[1:]],
+        rtol=1e-3,
+    )
+
+
 def test_train_crosses_an_epoch_boundary_the_same_way(tmp_path):
     """Pitfall 11: 6 prompts, batch 2: six steps; 3 + 3; 2 + 2 + 2."""
     data = cfg.Data(
@@ -175,7 +203,7 @@ def test_compiling_ahead_leaves_nothing_to_compile():
         assert {"jit(train_step)", "jit(prepare)", "jit(generate)"} <= set(compiled)
         compiled.clear()
         evaluated(run, programs, state)
-        learn(run, programs, state, 0, roll_out(run, programs, state, 0))
+        learn(run, programs, state, 0, roll_out(run, programs, state.params, 0))
         assert not compiled
 
 

@@ -61,6 +61,8 @@ def _at_least(config: Config) -> Iterator[tuple[str, float, float, str]]:
     yield "data.prompts_per_step", c.data.prompts_per_step, 1, "a step has at least one prompt"
     yield "rollout.group_size", c.rollout.group_size, 1, "1 samples one response a prompt"
     yield "rollout.max_new_tokens", c.rollout.max_new_tokens, 1, "a response has at least one token"
+    yield "rollout.slots", c.rollout.slots, 0, "0 decodes all samples at once"
+    yield "rollout.score_every", c.rollout.score_every, 0, "0 scores when all samples have ended"
     yield "rollout.top_k", c.rollout.top_k, 0, "0 keeps every token"
     yield "rollout.prompts_per_round", c.rollout.prompts_per_round, 0, "0 draws data.prompts_per_step"
     yield "rollout.max_rounds", c.rollout.max_rounds, 1, "1 samples once"
@@ -156,6 +158,7 @@ def _sizes(config: Config, devices: int | None) -> Iterator[str]:
     parts = {
         name: part,
         "rollout.prompts_per_round": config.rollout.prompts_per_round,
+        "rollout.slots": config.rollout.slots,
         "evaluation.batch": config.evaluation.batch,
     }
     yield from _mesh(config.mesh, devices, parts)

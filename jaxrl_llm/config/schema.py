@@ -63,6 +63,7 @@ class Rollout(Replaceable):
 
     group_size: int = 8  # G
     max_new_tokens: int = 64  # T
+    slots: int = 0  # samples decoded at a time, a finished one making room for the next; 0: all at once
     temperature: float = 1.0
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
@@ -71,6 +72,8 @@ class Rollout(Replaceable):
     prompts_per_round: int = 0  # prompts drawn in one round when `keep` is set; 0: data.prompts_per_step
     max_rounds: int = 10  # rounds of sampling to fill the batch when `keep` is set
     on_short_batch: Literal["continue", "stop"] = "continue"  # with fewer groups, when rounds run out
+    score_every: int = 0  # decode steps after which finished samples go to be scored meanwhile; 0: at the end
+    stale: bool = False  # sample step n + 1 while step n is learned, from the parameters before it
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,6 @@ class Scoring(Replaceable):
     """How rewards are computed."""
 
     rewards: tuple[Reward, ...] = ()
-    verdict: str | None = None  # name of the reward whose value 1 means correct; None: the first
     verdict: str | None = None  # the reward whose value of 1 means a correct answer; None: the first
     workers: int = 2  # processes; 0: in the trainer itself, with no time limit (for debugging)
     timeout: float = 10.0  # seconds for one call, then the worker is killed and the sample is unscored
@@ -144,9 +146,6 @@ class Evaluation(Replaceable):
     samples: int = 0  # samples a prompt for pass@k and maj@k; 0: greedy accuracy only
     temperature: float = 1.0
     max_new_tokens: int | None = None  # None: the rollout's
-    answer: Callable[[str], str | None] | None = (
-        None  # parses a completion for maj@k; None: the stripped text
-    )
 
 
 @dataclass(frozen=True)

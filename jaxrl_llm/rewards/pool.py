@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -87,6 +88,41 @@ class Scorer:
                 f"{len(completions)} completions for {len(examples)} examples: one each is needed"
             )
         return self._sum(self._outcomes(range(len(self.names)), completions, examples), examples)
+
+    def score_parts(
+        self, parts: Iterable[tuple[Sequence[int], Sequence[str]]], examples: Sequence[Example]
+    ) -> Scores:
+        """Scores completions that come in parts, each while the next ones are awaited.
+
+        Args:
+          parts: `(indices, completions)`: completion j of a part is a response to `examples[indices[j]]`; all
+            parts together hold every index once. A batched reward waits for the last part.
+          examples: of all samples.
+
+        Raises:
+          RewardError: as `score`.
+        """
+        texts: list[str] = [""] * len(examples)
+        table: list[list[Outcome | None]] = [[None] * len(examples) for _ in self.names]
+        batched = [r for r in range(len(self.names)) if self._is_batched(r)]
+        others = [r for r in range(len(self.names)) if not self._is_batched(r)]
+        running: list[tuple[list[int], Sequence[int], Future]] = []
+        with ThreadPoolExecutor(thread_name_prefix="scoring") as pool:
+
+            def send(rewards: list[int], indices: Sequence[int]) -> None:
+                rows = [texts[i] for i in indices], [examples[i] for i in indices]
+                running.append((rewards, indices, pool.submit(self._outcomes, rewards, *rows)))
+
+            for indices, completions in parts:
+                for i, text in zip(indices, completions, strict=True):
+                    texts[i] = text
+                send(others, indices)
+            send(batched, range(len(examples)))
+            for rewards, indices, future in running:
+                for r, column in zip(rewards, future.result()):
+                    for i, outcome in zip(indices, column):
+                        table[r][i] = outcome
+        return self._sum(table, examples)
 
     def check_gold(self, examples: Sequence[Example], n: int | None = None) -> None:
         """Checks that the gold answers of the first `n` examples (None: all) score 1 against themselves.

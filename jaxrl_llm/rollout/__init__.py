@@ -1,3 +1,5 @@
-"""How responses are generated: `distribution`, `sampler`, `groups`. The menu holds strategies of methods."""
+"""How responses are generated: `distribution`, `sampler`, `slots`, `groups`. The menu holds strategies."""
 
-__all__: list[str] = []
+from jaxrl_llm.rollout.slots import slot_schedule
+
+__all__ = ["slot_schedule"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ class Collected(NamedTuple):
     samples: list[dict[str, Any]]  # texts with rewards
     seconds: dict[str, float]  # rollout, reward
     tokens: int  # sampled, those of groups not kept included
+    stream: dict[str, Any]  # where the prompt stream goes on
 
 
 class _Group(NamedTuple):
@@ -45,7 +46,7 @@ class NoContrastError(RuntimeError):
 
 
 def collect(
-    generate: Callable[[Prompts], Rollout],
+    generate: Callable[[Prompts], Iterator[tuple[Rollout, jax.Array]]],
     stream: PromptStream,
     scorer: Scorer,
     tokenizer: Tokenizer,
@@ -58,7 +59,8 @@ def collect(
     the rounds run out, the batch goes on with fewer groups (its other rows have no loss), or the run stops.
 
     Args:
-      generate: the sampler, with this step's parameters and key.
+      generate: the sampler, with this step's parameters and key. It gives the rollout so far and which of its
+        samples `[B, G]` have ended, once or several times; in the end all have. They are scored as they end.
     """
     want, options = config.data.prompts_per_step, config.rollout
     rounds: list[list[_Group]] = []
@@ -84,7 +86,12 @@ def collect(
     }
     tokens = int(sum(group.rollout.lengths.sum() for group in drawn))
     return Collected(
-        _batch(chosen or drawn[:1], want, bool(chosen)), metrics, _samples(drawn), seconds, tokens
+        _batch(chosen or drawn[:1], want, bool(chosen)),
+        metrics,
+        _samples(drawn),
+        seconds,
+        tokens,
+        stream.state(),
     )
 
 
@@ -105,12 +112,24 @@ def verdicts(scores: Scores, scoring: cfg.Scoring) -> np.ndarray:
 def _one_round(generate, stream, scorer, tokenizer, config, seconds, counts) -> list[_Group]:
     started = time.perf_counter()
     drawn = stream.draw(config.rollout.prompts_per_round or config.data.prompts_per_step)
-    rollout = jax.device_get(generate(drawn.prompts))
-    sampled = time.perf_counter()
     size = config.rollout.group_size
-    texts = detokenize(tokenizer, rollout)
-    flat = [text for group in texts for text in group]
-    scores = scorer.score(flat, [example for example in drawn.examples for _ in range(size)])
+    rollout, sampled, texts = None, started, [""] * (len(drawn.examples) * size)
+
+    def finished() -> Iterator[tuple[np.ndarray, list[str]]]:
+        """Gives the samples that have ended since the last look."""
+        nonlocal rollout, sampled
+        seen = np.zeros(len(texts), bool)
+        for rollout, done in map(jax.device_get, generate(drawn.prompts)):
+            sampled = time.perf_counter()
+            new = np.flatnonzero(np.ravel(done) & ~seen)
+            seen[new] = True
+            rows = (a.reshape(len(texts), *a.shape[2:])[new] for a in (rollout.tokens, rollout.lengths))
+            for i, row, length in zip(new, *rows):
+                texts[i] = tokenizer.decode(row[:length].tolist())
+            if new.size:
+                yield new, [texts[i] for i in new]
+
+    scores = scorer.score_parts(finished(), [example for example in drawn.examples for _ in range(size)])
     seconds["rollout"] += sampled - started
     seconds["reward"] += time.perf_counter() - sampled
     for name, count in scores.counts.items():
@@ -124,7 +143,7 @@ def _one_round(generate, stream, scorer, tokenizer, config, seconds, counts) -> 
     return [
         _Group(
             example,
-            texts[i],
+            texts[i * size : (i + 1) * size],
             of(drawn.prompts, i),
             of(rollout, i),
             rewards[i],

@@ -56,6 +56,11 @@ def length_rank(completions, examples):
     return [None if not c else sorted(completions, key=len).index(c) for c in completions]
 
 
+def leave_trace(completion, example, *, folder):
+    (pathlib.Path(folder) / str(example.id)).touch()
+    return scripted(completion, example)
+
+
 def slow(completion, example):
     time.sleep(0.2)
     return 1.0
@@ -220,6 +225,26 @@ def test_score_hands_a_batched_reward_the_whole_list():
     scores = score(length_rank, ["ccc", "a", "", "bb"])
     assert scores.rewards.tolist() == [3, 1, 0, 2]
     assert scores.scored.tolist() == [True, True, False, True]
+
+
+def test_score_parts_equals_score_and_works_while_the_next_part_is_awaited(tmp_path):
+    """The second part comes only when the first one has been scored; a batched reward sees the whole."""
+    rewards = (Reward(functools.partial(leave_trace, folder=tmp_path)), Reward(length_rank, weight=0.5))
+    completions = ["0.5", "none", "1", "0.25", "0"]
+
+    def parts():
+        yield [3, 1], [completions[3], completions[1]]
+        until = time.monotonic() + 20
+        while len(list(tmp_path.iterdir())) < 2:
+            assert time.monotonic() < until, "the first part was not scored meanwhile"
+            time.sleep(0.01)
+        yield [0, 2, 4], [completions[0], completions[2], completions[4]]
+
+    with Scorer(Scoring(rewards=rewards, workers=1)) as scorer:
+        got, want = scorer.score_parts(parts(), EXAMPLES), scorer.score(completions, EXAMPLES)
+    np.testing.assert_array_equal(got.rewards, want.rewards)
+    np.testing.assert_array_equal(got.scored, want.scored)
+    assert got.counts == want.counts and got.counts["none"] == 1
 
 
 def test_score_takes_turns_with_slow_calls_within_their_own_limits():

@@ -26,13 +26,16 @@ def by_prompt(completion, example):
 
 
 def generate(prompts):
-    """Response g of every prompt is the digit g."""
+    """Response g of every prompt is the digit g; at the first look the odd ones are finished."""
     batch, size = prompts.tokens.shape[0], 4
     digits = np.array([TOKENIZER.encode(str(g))[0] for g in range(size)], np.int32)
     tokens = np.zeros((batch, size, 3), np.int32)
     tokens[..., 0] = digits
     lengths = np.ones((batch, size), np.int32)
-    return Rollout(tokens, lengths, np.zeros((batch, size), bool), np.zeros(tokens.shape, np.float32))
+    rollout = Rollout(tokens, lengths, np.zeros((batch, size), bool), np.zeros(tokens.shape, np.float32))
+    odd = np.broadcast_to(np.arange(size) % 2 == 1, lengths.shape)
+    yield rollout.replace(tokens=np.where(odd[..., None], tokens, 0)), odd
+    yield rollout, np.ones(lengths.shape, bool)
 
 
 def collected(*, answers, keep=dynamic_sampling_keep, want=4, **rollout):

@@ -1,12 +1,14 @@
 """The sampler against its plain twin: full forward passes, one token at a time."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.contract.subject import FAST_COMPILE
 from jaxrl_llm.models.decoder import DecoderConfig, decoder
 from jaxrl_llm.models.policy import Output
 from jaxrl_llm.rollout.distribution import draw, sampling
@@ -189,3 +191,28 @@ def test_generate_stops_at_the_limit(params, limit):
     out = sample(params, prompts_of(4), jax.random.key(0), sampling(()), group_size=2, max_new_tokens=limit)
     assert out.tokens.shape[-1] == limit
     assert (np.asarray(out.lengths) == limit).all() and np.asarray(out.truncated).all()
+
+
+def in_loops(program: str) -> list[str]:
+    """Returns the lines of a compiled program that run inside a loop."""
+    blocks = dict(re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", program, re.MULTILINE | re.DOTALL))
+    waiting, seen = re.findall(r"body=%([^\s,}]+)", program), {}
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen[name] = blocks[name]
+            waiting += re.findall(r"(?:body|calls|to_apply|computation)=%([^\s,}]+)", blocks[name])
+    return [line for block in seen.values() for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("slots", [0, 5])
+def test_generate_copies_no_cache_while_it_decodes(params, slots):
+    """The compiled loops write one column of each cache, in place."""
+    make = functools.partial(generate, POLICY, group_size=4, max_new_tokens=14, slots=slots)
+    run = jax.jit(make, compiler_options=FAST_COMPILE)
+    program = run.lower(params, prompts_of(3, 9), jax.random.key(0), sampling(STOPS)).compile().as_text()
+    shape = r"f32\[2,5,1,13,2,8\]\S*" if slots else r"f32\[2,2,4,13,2,8\]\S*"
+    made = [
+        op for line in in_loops(program) for op in re.findall(shape + r" (copy|dynamic-update-slice)", line)
+    ]
+    assert made == ["dynamic-update-slice"] * 2
