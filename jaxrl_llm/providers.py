@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxrl_llm import config as cfg
 from jaxrl_llm.logprobs import token_logprobs
 from jaxrl_llm.losses import token_mean
-from jaxrl_llm.models.policy import Params, Policy
+from jaxrl_llm.models.policy import Block, Params, Policy
 from jaxrl_llm.rollout.distribution import Sampling
-from jaxrl_llm.rollout.sampler import prefill
+from jaxrl_llm.rollout.sampler import last_hidden, prompt_block
 from jaxrl_llm.signature import arrays_of, did_you_mean, name_of, scope_of, unwrap
 from jaxrl_llm.types import Prompts
 
@@ -134,7 +134,8 @@ def response_arrays(
 ) -> dict[str, jax.Array]:
     """Runs the policy over prompts and responses.
 
-    The prompt runs once for its G responses, which attend to its keys. Logits exist for `chunk` tokens at a
+    The prompt runs once for its G responses, which attend to its keys, through each layer together with them,
+    so that the matrix products have the rows of both. Logits exist for `chunk` tokens at a
     time, in the backward pass too: there is no `[B, G, T, V]` array.
 
     Args:
@@ -147,14 +148,15 @@ def response_arrays(
     Returns:
       `logp` and, if asked, `entropy`, each `[B, G, T]`; 0 outside the mask.
     """
-    shared, last = prefill(policy, params, prompts)
-    length = tokens.shape[-1]
-    hidden = jnp.broadcast_to(last[:, :, None], (*tokens.shape[:2], 1, last.shape[-1]))
-    if length > 1:
-        positions = prompts.lengths[:, None, None] + jnp.arange(length - 1)
-        fed = tokens[..., :-1]
-        out = policy.apply(params, fed, jnp.broadcast_to(positions, fed.shape), past=(shared,))
-        hidden = jnp.concatenate([hidden, out.hidden], axis=2)
+    blocks = [prompt_block(prompts)]
+    fed = tokens[..., :-1]
+    if fed.size:
+        positions = prompts.lengths[:, None, None] + jnp.arange(fed.shape[-1])
+        blocks.append(Block(fed, jnp.broadcast_to(positions, fed.shape)))
+    of_prompt, *of_responses = policy.apply(params, blocks)
+    last = last_hidden(of_prompt, prompts)[:, :, None]
+    first = jnp.broadcast_to(last, (*tokens.shape[:2], 1, last.shape[-1]))
+    hidden = jnp.concatenate([first, *(out.hidden for out in of_responses)], axis=2)
 
     flat = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask

@@ -29,15 +29,16 @@ def bag_of_words(shapes):
     It notes the shapes of the blocks that it is traced with.
     """
 
-    def apply(params, tokens, positions, past=(), mask=None):
-        shapes.append(tokens.shape)
-        own = params["embed"][tokens] * (1 if mask is None else mask[..., None])
-        keys = own[None, ..., None, :]
-        total = jnp.cumsum(own, axis=2) / (1 + positions[..., None])
-        for part in past:
-            seen = jnp.where(part.mask[..., None], part.keys[0, ..., 0, :], 0)
-            total += jnp.sum(seen, axis=2, keepdims=True) / (1 + positions[..., None])
-        return Output(jnp.tanh(total), keys, keys)
+    def apply(params, blocks, past=()):
+        shapes.extend(block.tokens.shape for block in blocks)
+        outputs, before = [], 0.0
+        for tokens, positions, mask in blocks:
+            own = params["embed"][tokens] * (1 if mask is None else mask[..., None])
+            keys = own[None, ..., None, :]
+            total = (before + jnp.cumsum(own, axis=2)) / (1 + positions[..., None])
+            before += jnp.sum(own, axis=2, keepdims=True)
+            outputs.append(Output(jnp.tanh(total), keys, keys))
+        return tuple(outputs)
 
     return Policy(
         init=lambda key: {"embed": jax.random.normal(key, (V, D))},

@@ -28,6 +28,7 @@ from jaxrl_llm.losses import (
     token_mean,
 )
 from jaxrl_llm.models.decoder import DecoderConfig, decoder
+from jaxrl_llm.models.policy import Block
 from jaxrl_llm.providers import needs, response_arrays
 from jaxrl_llm.rewards.shape import kl_shaped_token_rewards
 from jaxrl_llm.rollout.distribution import sampling
@@ -90,7 +91,8 @@ def gradient_of(objective, batch, params, *, microbatch=0, ref_params=None):
 @jax.jit
 def whole_sequence(params, ids, start):
     """Log-probabilities `[T]` and entropies from one pass over a sequence; the response begins at `start`."""
-    hidden = POLICY.apply(params, ids[None, None], jnp.arange(ids.size)[None, None]).hidden[0, 0]
+    block = Block(ids[None, None], jnp.arange(ids.size)[None, None])
+    hidden = POLICY.apply(params, [block])[0].hidden[0, 0]
     hidden = jax.lax.dynamic_slice_in_dim(hidden, start - 1, T)
     logp = jax.nn.log_softmax(POLICY.head(params, hidden) / 0.8)
     taken = jax.lax.dynamic_slice_in_dim(ids, start, T)

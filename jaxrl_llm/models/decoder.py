@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_llm.models.attention import attend
-from jaxrl_llm.models.policy import Output, Params, Part, Policy
+from jaxrl_llm.models.policy import Block, Output, Params, Part, Policy
 from jaxrl_llm.signature import did_you_mean
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -132,13 +133,18 @@ class Attention(nnx.Module):
         self.value = Linear(config.hidden, keys, config, rngs=rngs)
         self.output = Linear(queries, config.hidden, config, scale=(2 * config.layers) ** -0.5, rngs=rngs)
 
-    def __call__(self, x, rotation, mask, past):
+    def __call__(self, x, rotation, masks, past):
         split = lambda y: y.reshape(*y.shape[:-1], -1, self.size)
         queries = _rotate(split(self.query(x)), rotation)
         keys = _rotate(split(self.key(x)), rotation)
         values = split(self.value(x))
-        mixed = attend(queries, keys, values, mask, past)
-        return self.output(mixed.reshape(*x.shape[:-1], -1)), (keys, values)
+        of_blocks = list(zip(*(_unpack(y, masks) for y in (queries, keys, values))))
+        mixed, seen = [], tuple(past)
+        for (q, k, v), mask in zip(of_blocks, masks, strict=True):
+            mixed.append(attend(q, k, v, mask, seen))
+            seen += (Part(k, v, mask),)
+        keys_values = [(k, v) for _, k, v in of_blocks]
+        return self.output(_pack(mixed).reshape(*x.shape[:-1], -1)), keys_values
 
 
 class MLP(nnx.Module):
@@ -153,8 +159,11 @@ class MLP(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nnx.Module):
-    """One layer. The parameters of all layers are stacked on a leading axis L, and this is scanned."""
+class Layer(nnx.Module):
+    """One layer. The parameters of all layers are stacked on a leading axis L, and this is scanned.
+
+    Tokens of all blocks are rows of `x [B, N, D]`; `masks` has a `[B, G, T]` for each block.
+    """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config)
@@ -162,8 +171,8 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x, rotation, mask, past):
-        mixed, keys_values = self.attention(self.attention_norm(x), rotation, mask, past)
+    def __call__(self, x, rotation, masks, past):
+        mixed, keys_values = self.attention(self.attention_norm(x), rotation, masks, past)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), keys_values
 
@@ -173,7 +182,7 @@ def _init(config: DecoderConfig, key: jax.Array) -> Params:
     embed_key, head_key, layers_key = jax.random.split(key, 3)
     rows = (config.rows, config.hidden)
     draw = lambda k: config.hidden**-0.5 * jax.random.normal(k, rows, config.param_dtype)
-    layer = lambda k: nnx.to_pure_dict(nnx.state(Block(config, rngs=nnx.Rngs(k))))
+    layer = lambda k: nnx.to_pure_dict(nnx.state(Layer(config, rngs=nnx.Rngs(k))))
     params = {
         "embed": {"weight": draw(embed_key)},
         "layers": jax.vmap(layer)(jax.random.split(layers_key, config.layers)),
@@ -185,37 +194,51 @@ def _init(config: DecoderConfig, key: jax.Array) -> Params:
 
 
 @functools.cache
-def _block_graph(config: DecoderConfig) -> nnx.GraphDef:
-    return nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
+def _layer_graph(config: DecoderConfig) -> nnx.GraphDef:
+    return nnx.graphdef(nnx.eval_shape(lambda: Layer(config, rngs=nnx.Rngs(0))))
 
 
 def _apply(
     config: DecoderConfig,
     params: Params,
-    tokens: jax.Array,
-    positions: jax.Array,
-    past: tuple[Part, ...] = (),
-    mask: jax.Array | None = None,
-) -> Output:
-    chex.assert_rank(tokens, 3)
-    chex.assert_equal_shape([tokens, positions])
-    rotation = _rotation(config, positions)
-    graph = _block_graph(config)
+    blocks: Sequence[Block],
+    past: Sequence[Part] = (),
+) -> tuple[Output, ...]:
+    for block in blocks:
+        chex.assert_rank(block.tokens, 3)
+        chex.assert_equal_shape([x for x in block if x is not None])
+    masks = [jnp.ones(b.tokens.shape, bool) if b.mask is None else b.mask for b in blocks]
+    rotation = _rotation(config, _pack([block.positions for block in blocks]))
+    graph = _layer_graph(config)
 
     def layer(x, of_layer):
         weights, keys_values = of_layer
         parts = tuple(Part(k, v, part.mask) for (k, v), part in zip(keys_values, past, strict=True))
-        return nnx.merge(graph, weights)(x, rotation, mask, parts)
+        return nnx.merge(graph, weights)(x, rotation, masks, parts)
 
     # Normalisation, rotation, softmax and silu are recomputed in the backward pass in any case: on CPU that
     # is a tenth faster than keeping them, at a third of the memory. prevent_cse is not needed inside scan.
     policies = jax.checkpoint_policies
     kept = policies.nothing_saveable if config.remat else policies.dots_with_no_batch_dims_saveable
     layer = jax.checkpoint(layer, policy=kept, prevent_cse=False)
+    tokens = _pack([block.tokens for block in blocks])
     x = jnp.take(params["embed"]["weight"], tokens, axis=0, mode="clip").astype(config.dtype)
     past_layers = tuple((part.keys, part.values) for part in past)
-    x, (keys, values) = jax.lax.scan(layer, x, (params["layers"], past_layers))
-    return Output(_rms_norm(x, params["norm"]["scale"], config.norm_eps), keys, values)
+    x, keys_values = jax.lax.scan(layer, x, (params["layers"], past_layers))
+    hidden = _unpack(_rms_norm(x, params["norm"]["scale"], config.norm_eps), masks)
+    return tuple(Output(h, k, v) for h, (k, v) in zip(hidden, keys_values, strict=True))
+
+
+def _pack(of_blocks: Sequence[jax.Array]) -> jax.Array:
+    """Returns the tokens of all blocks `[B, G, T, ...]` as rows `[B, N, ...]`."""
+    return jnp.concatenate([x.reshape(x.shape[0], -1, *x.shape[3:]) for x in of_blocks], axis=1)
+
+
+def _unpack(rows: jax.Array, masks: Sequence[jax.Array]) -> list[jax.Array]:
+    """Undoes `_pack`; blocks have the sizes of their masks."""
+    ends = np.cumsum([mask[0].size for mask in masks])[:-1]
+    of_blocks = jnp.split(rows, ends, axis=1)
+    return [x.reshape(*mask.shape, *x.shape[2:]) for x, mask in zip(of_blocks, masks, strict=True)]
 
 
 def _head(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.Array:
@@ -255,14 +278,14 @@ def _frequencies(config: DecoderConfig) -> np.ndarray:
 
 
 def _rotation(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of each position's angles, `[B, G, T, 1, Dh / 2]`, in float32 at least."""
+    """Cosine and sine of each position's angles, `[B, N, 1, Dh / 2]`, in float32 at least."""
     dtype = jnp.promote_types(config.dtype, jnp.float32)
     angles = positions[..., None, None].astype(dtype) * _frequencies(config).astype(dtype)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the pairs (i, i + Dh / 2) of `x [B, G, T, heads, Dh]` by their position's angles."""
+    """Turns the pairs (i, i + Dh / 2) of `x [B, N, heads, Dh]` by their position's angles."""
     cos, sin = rotation
     left, right = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)

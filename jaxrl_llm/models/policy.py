@@ -25,6 +25,14 @@ class Part:
     mask: jax.Array  # [B, G or 1, S] bool
 
 
+class Block(NamedTuple):
+    """Tokens that run through the model together, each seeing those before it in the block."""
+
+    tokens: jax.Array  # [B, G, T] int
+    positions: jax.Array  # [B, G, T] int
+    mask: jax.Array | None = None  # [B, G, T] bool, which tokens may be seen; None: all
+
+
 class Output(NamedTuple):
     """What `Policy.apply` returns for one block of tokens."""
 
@@ -39,9 +47,10 @@ class Policy:
 
     Attributes:
       init: `key -> params`, random parameters.
-      apply: `(params, tokens [B, G, T] int, positions [B, G, T] int, past: tuple[Part, ...] = (),
-        mask: [B, G, T] bool or None) -> Output`. Tokens attend causally within the block (to block tokens
-        under `mask`; None means all) and to every part of `past`.
+      apply: `(params, blocks: Sequence[Block], past: Sequence[Part] = ()) -> tuple[Output, ...]`, an output
+        for each block. Tokens attend causally within their block, to all of the blocks before it, and to
+        every part of `past`. An earlier block or a part has the G of the later ones, or 1. Blocks that run
+        together share the layers' matrix products.
       head: `(params, hidden [..., D]) -> logits [..., V] float32`. Ids of the padding of the
         vocabulary have logits of -1e30, so they are never sampled and add nothing to a sum of exponentials.
       axes: a tree like params; each leaf is a tuple of logical axis names, one per dimension (or None).

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxrl_llm import keys
-from jaxrl_llm.models.policy import Params, Part, Policy
+from jaxrl_llm.models.policy import Block, Output, Params, Part, Policy
 from jaxrl_llm.rollout import slots as in_slots
 from jaxrl_llm.rollout.distribution import Sampling, draw
 from jaxrl_llm.types import Prompts, Rollout
@@ -42,11 +42,21 @@ def prefill(policy: Policy, params: Params, prompts: Prompts) -> tuple[Part, jax
       the prompts' keys and values as a part that all samples of a prompt share, and the hidden state
       `[B, 1, D]` of the last prompt token, from which the first response token is drawn.
     """
+    block = prompt_block(prompts)
+    [out] = policy.apply(params, [block])
+    return Part(out.keys, out.values, block.mask), last_hidden(out, prompts)
+
+
+def prompt_block(prompts: Prompts) -> Block:
+    """Returns the prompts as a block that all samples of a prompt share: its G axis is 1."""
     mask = prompts.mask[:, None]
     positions = jnp.broadcast_to(jnp.arange(mask.shape[-1]), mask.shape)
-    out = policy.apply(params, prompts.tokens[:, None], positions, mask=mask)
-    last = jnp.take_along_axis(out.hidden[:, 0], (prompts.lengths - 1)[:, None, None], axis=1)
-    return Part(out.keys, out.values, mask), last
+    return Block(prompts.tokens[:, None], positions, mask)
+
+
+def last_hidden(out: Output, prompts: Prompts) -> jax.Array:
+    """Returns `[B, 1, D]` of the last prompt token."""
+    return jnp.take_along_axis(out.hidden[:, 0], (prompts.lengths - 1)[:, None, None], axis=1)
 
 
 def generate(
@@ -173,7 +183,7 @@ def _decode(policy: Policy, params: Params, decoding: Decoding, how: Sampling, s
     span = state.cache_keys.shape[3]
     seen = jnp.broadcast_to(jnp.arange(span) < fed, (*state.done.shape, span))
     own = Part(state.cache_keys, state.cache_values, seen)
-    out = policy.apply(params, token, positions, past=(decoding.shared, own))
+    [out] = policy.apply(params, [Block(token, positions)], past=(decoding.shared, own))
     write = lambda cache, new: jax.lax.dynamic_update_slice_in_dim(cache, new, fed, axis=3)
     state = state._replace(
         cache_keys=write(state.cache_keys, out.keys), cache_values=write(state.cache_values, out.values)

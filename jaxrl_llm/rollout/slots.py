@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.models.policy import Params, Part, Policy
+from jaxrl_llm.models.policy import Block, Params, Part, Policy
 from jaxrl_llm.rollout.distribution import Sampling, draw
 from jaxrl_llm.signature import scope
 from jaxrl_llm.types import Prompts, Rollout
@@ -153,7 +153,7 @@ def decode(
             own = Part(state.cache_keys, state.cache_values, seen[:, None])
             rows = lambda x: x[:, None, None]
             positions = rows(lengths + state.drawn - 1)
-            out = policy.apply(params, rows(state.token), positions, past=(of_prompt, own))
+            [out] = policy.apply(params, [Block(rows(state.token), positions)], past=(of_prompt, own))
             column = state.steps % span
             write = lambda cache, new: jax.lax.dynamic_update_slice_in_dim(cache, new, column, axis=3)
             state = state._replace(

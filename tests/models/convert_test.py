@@ -11,6 +11,7 @@ import tokenizers
 from jaxrl_llm.models.convert import from_hf, params_from_gguf, params_from_hf, tiny_model, to_hf
 from jaxrl_llm.models.decoder import Llama3Scaling, decoder
 from jaxrl_llm.models.families import from_hf_config, tiny, to_hf_config
+from jaxrl_llm.models.policy import Block
 
 LENGTHS = (1, 17, 257)
 LLAMA3 = {
@@ -30,7 +31,7 @@ def logits_of(config, params, tokens):
     @jax.jit
     def run(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-        return policy.head(params, policy.apply(params, tokens, positions).hidden)[:, 0]
+        return policy.head(params, policy.apply(params, [Block(tokens, positions)])[0].hidden)[:, 0]
 
     return run(params, tokens[:, None])
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.models.decoder import DecoderConfig, Llama3Scaling, decoder, param_shapes
 from jaxrl_llm.models.families import tiny
-from jaxrl_llm.models.policy import Part
+from jaxrl_llm.models.policy import Block, Part
 
 EXACT = pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-5)])
 
@@ -26,15 +26,16 @@ def draw_tokens(*shape):
 def forward(policy, params, tokens, mask=None):
     """The plain way: every sequence from its first token, nothing cached or shared."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-    return policy.apply(params, tokens, positions, mask=mask)
+    return policy.apply(params, [Block(tokens, positions, mask)])[0]
 
 
 def with_prompt(policy, params, prompts, lengths, responses):
-    """Hidden states of responses `[B, G, T]` after prompts `[B, P]`, each prompt computed once."""
+    """Hidden states of responses `[B, G, T]` to prompts `[B, P]` that ran before them."""
     mask = (jnp.arange(prompts.shape[-1]) < lengths[:, None])[:, None]
     prompt = forward(policy, params, prompts[:, None], mask)
     positions = jnp.broadcast_to(jnp.arange(responses.shape[-1]), responses.shape) + lengths[:, None, None]
-    return policy.apply(params, responses, positions, (Part(prompt.keys, prompt.values, mask),)).hidden
+    past = (Part(prompt.keys, prompt.values, mask),)
+    return policy.apply(params, [Block(responses, positions)], past)[0].hidden
 
 
 @EXACT
@@ -46,7 +47,7 @@ def test_apply_token_by_token_with_a_cache_equals_the_full_forward(dtype, tolera
         @jax.jit
         def step(cache, t):
             token = jax.lax.dynamic_slice_in_dim(tokens, t, 1, axis=2)
-            out = policy.apply(params, token, jnp.full((2, 1, 1), t), (cache,))
+            [out] = policy.apply(params, [Block(token, jnp.full((2, 1, 1), t))], (cache,))
             write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, t, axis=3)
             seen = cache.mask.at[..., t].set(True)
             return Part(write(cache.keys, out.keys), write(cache.values, out.values), seen), out.hidden
@@ -85,6 +86,32 @@ def test_apply_with_a_shared_prompt_equals_whole_sequences(dtype, tolerance):
 
         got, want = values_and_gradients(shared, params), values_and_gradients(plain, params)
         chex.assert_trees_all_close(got, want, atol=tolerance)
+
+
+@EXACT
+def test_apply_to_blocks_together_equals_one_after_the_other(dtype, tolerance):
+    """Hidden states, keys and values, after a past part and under masks."""
+    with jax.enable_x64(dtype == "float64"):
+        policy, params = tiny_policy(dtype)
+        shapes, starts = [(2, 1, 5), (2, 3, 4), (2, 3, 2)], [3, 8, 12]
+        positions = [start + jnp.broadcast_to(jnp.arange(s[-1]), s) for s, start in zip(shapes, starts)]
+        masks = [jnp.ones(shapes[0], bool).at[1, :, 3:].set(False), None, jnp.ones(shapes[2], bool)]
+        blocks = [Block(draw_tokens(*s), p, m) for s, p, m in zip(shapes, positions, masks)]
+
+        @jax.jit
+        def run():
+            first = Block(draw_tokens(2, 1, 3), jnp.broadcast_to(jnp.arange(3), (2, 1, 3)))
+            [out] = policy.apply(params, [first])
+            past = [Part(out.keys, out.values, jnp.ones((2, 1, 3), bool))]
+            together = policy.apply(params, blocks, past)
+            in_turn = []
+            for block in blocks:
+                in_turn += policy.apply(params, [block], past)
+                mask = jnp.ones(block.tokens.shape, bool) if block.mask is None else block.mask
+                past.append(Part(in_turn[-1].keys, in_turn[-1].values, mask))
+            return together, tuple(in_turn)
+
+        chex.assert_trees_all_close(*run(), atol=tolerance)
 
 
 def test_apply_padding_leaves_completion_log_probs_unchanged():
@@ -179,7 +206,7 @@ def test_rotary_positions_are_relative():
     policy, params = tiny_policy(rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 256))
     tokens = draw_tokens(1, 1, 8)
     positions = jnp.arange(8)[None, None]
-    hidden = jax.jit(lambda positions: policy.apply(params, tokens, positions).hidden)
+    hidden = jax.jit(lambda positions: policy.apply(params, [Block(tokens, positions)])[0].hidden)
     here = hidden(positions)
     np.testing.assert_allclose(hidden(positions + 100), here, atol=1e-4)
     assert np.abs(hidden(2 * positions) - here).max() > 1e-2

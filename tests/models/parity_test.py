@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.convert import DEFAULT_GGUF, from_gguf
-from jaxrl_llm.models.policy import Part
+from jaxrl_llm.models.policy import Block, Part
 
 MODEL = Path(__file__).parents[2] / DEFAULT_GGUF
 pytestmark = pytest.mark.skipif(not MODEL.is_file(), reason=f"no {MODEL}; run `bash launch/fetch_model.sh`")
@@ -78,7 +78,7 @@ def greedy(loaded_policy, params, tokens, lengths, count):
     rows, width = tokens.shape
     mask = (jnp.arange(width) < lengths[:, None])[:, None]
     positions = jnp.broadcast_to(jnp.arange(width), mask.shape)
-    prompt = apply(params, tokens[:, None], positions, mask=mask)
+    [prompt] = apply(params, [Block(tokens[:, None], positions, mask)])
     last = jnp.take_along_axis(prompt.hidden, (lengths - 1)[:, None, None, None], axis=2)
     own = jnp.zeros((*prompt.keys.shape[:3], count, *prompt.keys.shape[4:]))
 
@@ -88,7 +88,7 @@ def greedy(loaded_policy, params, tokens, lengths, count):
         token = jnp.argmax(logits, axis=-1)
         seen = jnp.broadcast_to(jnp.arange(count) < t, (rows, 1, count))
         past = (Part(prompt.keys, prompt.values, mask), Part(keys, values, seen))
-        out = apply(params, token[:, None, None], (lengths + t)[:, None, None], past)
+        [out] = apply(params, [Block(token[:, None, None], (lengths + t)[:, None, None])], past)
         write = lambda cache, new: jax.lax.dynamic_update_slice_in_dim(cache, new, t, axis=3)
         return (write(keys, out.keys), write(values, out.values), out.hidden), (token, logits)
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.contract.subject import FAST_COMPILE
 from jaxrl_llm.models.decoder import DecoderConfig, decoder
-from jaxrl_llm.models.policy import Output
+from jaxrl_llm.models.policy import Block, Output
 from jaxrl_llm.rollout.distribution import draw, sampling
 from jaxrl_llm.rollout.sampler import generate
 from jaxrl_llm.types import Prompts, Rollout
@@ -44,7 +44,8 @@ sample = jax.jit(functools.partial(generate, POLICY), static_argnames=("group_si
 @jax.jit
 def next_token(params, ids, length, uniform, how):
     """Draws the token after the first `length` of `ids`, by a full forward pass."""
-    hidden = POLICY.apply(params, ids[None, None], jnp.arange(ids.size)[None, None]).hidden
+    block = Block(ids[None, None], jnp.arange(ids.size)[None, None])
+    hidden = POLICY.apply(params, [block])[0].hidden
     return draw(POLICY.head(params, hidden[0, 0, length - 1]), uniform, how)
 
 
@@ -132,10 +133,10 @@ def test_generate_honours_every_stop_id_and_a_new_set_without_compiling():
         vocab_size = size
 
         @staticmethod
-        def apply(params, tokens, positions, past=(), mask=None):
-            shape = tokens.shape
-            block = jnp.zeros((1, *shape, 1, 2))
-            return Output(positions[..., None].astype(jnp.float32), block, block)
+        def apply(params, blocks, past=()):
+            [block] = blocks
+            cache = jnp.zeros((1, *block.tokens.shape, 1, 2))
+            return (Output(block.positions[..., None].astype(jnp.float32), cache, cache),)
 
         @staticmethod
         def head(params, hidden):

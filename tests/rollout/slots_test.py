@@ -58,11 +58,12 @@ class Scripted:
     def __init__(self, lengths):
         self.lengths = jnp.array(lengths)
 
-    def apply(self, params, tokens, positions, past=(), mask=None):
+    def apply(self, params, blocks, past=()):
         # Responses tell the prompt by their tokens: index + 2 until the end, which is 1.
-        hidden = jnp.stack([tokens, positions], axis=-1).astype(jnp.float32)
-        block = jnp.zeros((1, *tokens.shape, 1, 2))
-        return Output(hidden, block, block)
+        [block] = blocks
+        hidden = jnp.stack([block.tokens, block.positions], axis=-1).astype(jnp.float32)
+        cache = jnp.zeros((1, *block.tokens.shape, 1, 2))
+        return (Output(hidden, cache, cache),)
 
     def head(self, params, hidden):
         index, position = hidden[..., 0].astype(int) - 2, hidden[..., 1].astype(int)
