@@ -31,5 +31,7 @@ run() {
 if [[ ! -x "$root/.venv/bin/jaxrl-llm" ]]; then
   run bash "$root/launch/setup.sh" "${EXTRAS:-}"
 fi
+# Huge pages spare the kernel most page faults of the large buffers: a tenth of an update on a CPU.
+export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 show "$root/.venv/bin/jaxrl-llm" train "$@"
 $dry_run || exec "$root/.venv/bin/jaxrl-llm" train "$@" # exec: Ctrl-C and SIGTERM reach the run itself

@@ -8,5 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 run_dir="${1:-runs/quickstart}"
 bash launch/setup.sh
 bash launch/fetch_model.sh
+# Huge pages spare the kernel most page faults of the large buffers: a tenth of an update on a CPU.
+export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 .venv/bin/jaxrl-llm train --config=configs/quickstart.py --run-dir="$run_dir" "${@:2}"
 .venv/bin/jaxrl-llm report "$run_dir" --out "$run_dir/report.html"

@@ -82,7 +82,7 @@ def _tiny(steps: int) -> cfg.Config:
 
 # Name -> config of a number of steps.
 WORKLOADS: dict[str, Callable[[int], cfg.Config]] = {
-    "sum2": partial(_real, train=sums, prompts=4, new=32, lengths=(48,), microbatch=1),
+    "sum2": partial(_real, train=sums, prompts=4, new=32, lengths=(48,), microbatch=2),
     "long": partial(_real, train=few_shot, prompts=2, new=64, lengths=(768, 1088), microbatch=1),
     "tiny": _tiny,
 }
