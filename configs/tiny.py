@@ -3,7 +3,7 @@
     jaxrl-llm train --config=configs/tiny.py --run-dir=runs/tiny
 
 The task: begin the response with the letter that the prompt asks for. The reward rises from near 0 to above
-0.9 in 40 steps, and the held-out accuracy to 1.
+0.9 in 60 steps, and the held-out accuracy to 1.
 """
 
 from configs.recipes.group_advantages import grpo
@@ -27,7 +27,7 @@ def first_letter(completion: str, example: Example) -> float:
 def on_tiny(config: cfg.Config) -> cfg.Config:
     """Returns a recipe's config on the tiny model and its task."""
     return config.replace(
-        steps=40,
+        steps=60,
         model=cfg.Model(load=tiny_model),
         data=cfg.Data(train=letters, evaluation=letters, prompts_per_step=4, chat=False, prompt_lengths=(8,)),
         rollout=config.rollout.replace(group_size=16, max_new_tokens=4),

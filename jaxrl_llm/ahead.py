@@ -86,7 +86,9 @@ def _lowerings(run: Run, programs: Programs) -> list[Callable[[], Any]]:
     widths = config.data.prompt_lengths
     out = [lambda w=w: compile_update(w) for w in widths]
     out += [lambda call=call: compile_sampler(*call) for call in _sampler_calls(run)]
-    return out + [lambda w=w: compile_prepare(w) for w in widths]
+    out += [lambda w=w: compile_prepare(w) for w in widths]
+    arrays = dict.fromkeys(jax.tree.leaves(state))
+    return out + [lambda array=array: programs.digest.lower(array).compile() for array in arrays]
 
 
 def _sampler_calls(run: Run) -> list[tuple[int, int, int, int]]:

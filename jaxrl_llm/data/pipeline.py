@@ -6,6 +6,7 @@ every host of a run knows the whole batch, of which it takes its slice.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -20,6 +21,9 @@ from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.types import Example, Prompts
 
 _log = logging.getLogger(__name__)
+
+# grain's shuffle looks for the next place of an order of 2^16 of them: with few rows that takes milliseconds.
+_SMALL = 1024
 
 
 class PromptBatch(NamedTuple):
@@ -46,6 +50,22 @@ class _Rows(NamedTuple):
     rows: list[_Row]
     dropped: int
     truncated: int
+
+
+class _Permuted:
+    """Rows in a new order each epoch, without end, for sets that fit one permutation."""
+
+    def __init__(self, rows: list[_Row], seed: int):
+        self._rows, self._seed = rows, seed
+
+    def __getitem__(self, position: int) -> _Row:
+        epoch, place = divmod(position, len(self._rows))
+        return self._rows[_permutation(len(self._rows), self._seed, epoch)[place]]
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 class PromptStream(Iterator[PromptBatch]):
@@ -93,8 +113,11 @@ class PromptStream(Iterator[PromptBatch]):
             "shuffle": data.shuffle,
             "seed": seed,
         }
-        dataset = grain.MapDataset.source(rows).seed(seed)
-        self._dataset = (dataset.shuffle() if data.shuffle else dataset).repeat()
+        if data.shuffle and len(rows) < _SMALL:
+            self._dataset = _Permuted(rows, seed)
+        else:
+            dataset = grain.MapDataset.source(rows).seed(seed)
+            self._dataset = (dataset.shuffle() if data.shuffle else dataset).repeat()
 
     def __next__(self) -> PromptBatch:
         return self.draw(self._data.prompts_per_step)
